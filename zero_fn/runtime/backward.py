@@ -1,23 +1,25 @@
 """The backwards of one transformed module: each follows a schedule that all ranks have agreed on.
 
-[Note: every rank runs the same program] Which gradients exist may differ between ranks, so it decides nothing by itself.
-A backward begins by or-ing over ranks which uses will run; the schedule is built from that, and a rank whose graph
-misses a use takes part in its gather and contributes zeros. Reductions are issued in the order of the schedule, not
-in the order of arrival.
+[Note: every rank runs the same program] Which gradients exist may differ between ranks, so it
+decides nothing by itself. A backward begins by or-ing over ranks which uses will run; the schedule
+is built from that, and a rank whose graph misses a use takes part in its gather and contributes
+zeros. Reductions are issued in the order of the schedule, not in the order of arrival.
 
-[Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
-read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
-parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
+[Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in
+backward, possibly parts that read a parameter by its name. From the moment backward reaches the
+unit until it is resharded, the names show gathered parameters again, through one autograd node of
+their own; the modules inside step aside as they did in forward.
 
-[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
-they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
-backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
-called: the unit is resharded when the backward that needed it goes on.
+[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not
+in the schedule: they gather on demand, and a unit is reduced as soon as none of its nodes is left.
+The outer backward settles them. The backward around it may still recompute other checkpoints of the
+unit, and hooks there read parameters before a module is called: the unit is resharded when the
+backward that needed it goes on.
 
-[Note: backward inside a forward] A forward may back through a part of its graph before it goes on: a loss in chunks, or
-forces as gradients of an energy. The uses of that forward are in no schedule yet: they gather on demand, as those of a nested
-backward do. Units that run stay gathered, and their modules see what the forward sees. Another backward may pass through the
-same uses.
+[Note: backward inside a forward] A forward may back through a part of its graph before it goes on:
+a loss in chunks, or forces as gradients of an energy. The uses of that forward are in no schedule
+yet: they gather on demand, as those of a nested backward do. Units that run stay gathered, and
+their modules see what the forward sees. Another backward may pass through the same uses.
 """
 
 from __future__ import annotations
@@ -57,13 +59,16 @@ class Backward(OpenPass):
         self.updates = 0  # how many steps optimizers have made so far
         self.settling = Settling(self.bits, self.offloaded)
         self._script: Script | None = None  # the schedule of the last backward
-        self._actions: Iterator[Action | None] = iter(())  # those that are left of the one that is open
+        # Actions that are left of the backward that is open.
+        self._actions: Iterator[Action | None] = iter(())
         self._nested = _Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
 
-    # -- what autograd needs and brings -----------------------------------------------------------------------------
+    # -- what autograd needs and brings ------------------------------------------------------------
 
-    def need_in_backward(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
+    def need_in_backward(
+        self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False
+    ) -> None:
         """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
         backward = self.opened()
         for watch in watching.watchers:
@@ -71,7 +76,9 @@ class Backward(OpenPass):
         if self._nested.left:
             self._nested.reshard()
         if backward is not None:
-            key = backward.enter(unit.index, use.key if use is not None else None, recomputes=recomputes)
+            key = backward.enter(
+                unit.index, use.key if use is not None else None, recomputes=recomputes
+            )
             if use is not None and use.is_passed_only:
                 use.has_arrived = True  # no gradients will come that would tell
             use = use or (self.graphs.use(key) if key is not None else None)
@@ -79,11 +86,19 @@ class Backward(OpenPass):
         unit.require_gathered()
         visible = unit.visible
         entry = use.entry if use is not None else visible.last_entry()
-        if entry is not None and backward is not None and visible.in_backward is None and not unit.running:
+        if (
+            entry is not None
+            and backward is not None
+            and visible.in_backward is None
+            and not unit.running
+        ):
             visible.show_in_backward(gather_again(unit), entry)  # [Note: recomputation in a unit]
 
     def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
-        """All gradients of one use are there. `grads` is None if they are returned through autograd. (autograd_node.py)"""
+        """All gradients of one use are there.
+
+        `grads` is None if they are returned through autograd. (autograd_node.py)
+        """
         backward = self.opened()
         if self._nested.left:
             self._nested.reshard()
@@ -107,10 +122,11 @@ class Backward(OpenPass):
             backward.reductions.append((unit, unit.gradients.reduce(exact=True)))
         self._pump(backward)
 
-    # -- recomputation ----------------------------------------------------------------------------------------------
+    # -- recomputation -----------------------------------------------------------------------------
 
     def is_recomputing(self, unit: Unit, entry: object) -> bool:
-        """Whether a checkpoint inside the unit runs the module of `entry` again; its parameters are shown then."""
+        """Whether a checkpoint inside the unit runs the module of `entry` again;
+        its parameters are shown then."""
         if current_graph_task() == -1:
             return False
         began, visible = self.graphs.uses_of(unit.index), unit.visible
@@ -142,10 +158,11 @@ class Backward(OpenPass):
             if around is not None and around.visible.in_backward is None and not around.running:
                 self.need_in_backward(around, recomputes=True)
 
-    # -- the schedule -----------------------------------------------------------------------------------------------
+    # -- the schedule ------------------------------------------------------------------------------
 
     def opened(self) -> BackwardPass | None:
-        """The running backward, which begins here if this is the first call from it; None outside backward."""
+        """The running backward, which begins here if this is the first call from it;
+        None outside backward."""
         if current_graph_task() == -1:
             return None  # a saved tensor was read outside backward
         if self.backward is not None and self.backward.ending.is_to_come:
@@ -163,15 +180,21 @@ class Backward(OpenPass):
         uses = graphs.entered()
         alive = [graphs.use(use) for use in uses]
         local = [use is not None and use.will_run for use in alive]
-        later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
-        # The count of optimizer steps is compared as well: a rank that left out a backward would else take the next backward
-        # of the others for its own, and replicas of which one left out a step would drift apart.
+        later = (
+            [False] * len(uses)
+            if all(local)
+            else [use is not None and use.may_run_later for use in alive]
+        )
+        # The count of optimizer steps is compared as well: a rank that left out a backward would
+        # else take the next backward of the others for its own, and replicas of which one left out
+        # a step would drift apart.
         units = crc32(array("L", [use.unit for use in uses]))
         passed = f"units {units:08x}, after {self.updates} steps of optimizers"
         what = "what the backward runs through"
         union = self.bits.any(local, what, check=passed, second=later)
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
-        # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (passes.py)
+        # If every use runs, no forward waits any longer, and the bits were not read.
+        # [Note: forwards that wait] (passes.py)
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
@@ -192,7 +215,9 @@ class Backward(OpenPass):
                 awaited.add(key)
         backward = BackwardPass(
             self._script,
-            Ending(self, self.calls.thread, Backward.finish, Backward.give_up, Backward.show_resting),
+            Ending(
+                self, self.calls.thread, Backward.finish, Backward.give_up, Backward.show_resting
+            ),
             awaited=awaited,
             passed_only=passed_only,
             entered=entered,
@@ -209,7 +234,8 @@ class Backward(OpenPass):
                 return
             kind = type(action)
             if kind is Settle:
-                # Not after an error: it calls hooks of the user. And a reduction out of order may have settled it.
+                # Not after an error: it calls hooks of the user. And a reduction out
+                # of order may have settled it.
                 if backward.reductions and not backward.failed:
                     self.settling.settle(*backward.reductions.pop(0))
             elif kind is Reduce:
@@ -226,7 +252,7 @@ class Backward(OpenPass):
         # By number: `unit` may be a proxy (autograd_node.py).
         return any(use.key.unit == unit.index and use.is_awaited for use in uses)
 
-    # -- ends and errors --------------------------------------------------------------------------------------------
+    # -- ends and errors ---------------------------------------------------------------------------
 
     def finish(self, ending: Ending) -> None:
         """Called by the engine when the outermost backward has run all its nodes."""
@@ -262,14 +288,17 @@ class Backward(OpenPass):
             watch.note(Moment.BACKWARD_END)
 
     def give_up(self, ending: Ending) -> None:
-        """Called when the engine has dropped a backward. If it raised, names show resting parameters again, and collectives
-        under way are waited for: if the model is dropped next, other models would take its messages for theirs.
+        """Called when the engine has dropped a backward.
+
+        If it raised, names show resting parameters again, and collectives under way are waited for:
+        if the model is dropped next, other models would take its messages for theirs.
         """
         if self.backward is not None and self.backward.ending is ending:
             self.recover_backward()
 
     def show_resting(self, ending: Ending) -> None:
-        """Lets names show resting parameters again after a backward that raised, unless it was recovered meanwhile."""
+        """Lets names show resting parameters again after a backward that raised,
+        unless it was recovered meanwhile."""
         with self._recovering:
             if self.backward is not None and self.backward.ending is ending:
                 for unit in self.live_units():
@@ -281,7 +310,10 @@ class Backward(OpenPass):
             self.recover_backward()
 
     def recover_backward(self) -> None:
-        """Clears up after a backward that raised. Ranks that raised in the same place stay in step."""
+        """Clears up after a backward that raised.
+
+        Ranks that raised in the same place stay in step.
+        """
         if not self.is_backward_open:
             return
         backward = self.backward
@@ -313,7 +345,8 @@ class Backward(OpenPass):
 
 
 class _Nested:
-    """Units that nested backwards of one transformed module have run through. [Note: nested backward]"""
+    """Units that nested backwards of one transformed module have run through.
+    [Note: nested backward]"""
 
     def __init__(self) -> None:
         self.left: list[Unit] = []  # those that are still gathered

@@ -1,8 +1,9 @@
 """Blocks of the user, in which parameters are whole or gradients are summed up.
 
-[Note: interrupted blocks] A KeyboardInterrupt may come while a block closes, between any two lines. So the module knows a
-block before it touches anything, and until everything is back. The generator that is its body tells whether it still runs; if
-not, whatever comes next closes what is left. (Run.leave_blocks)
+[Note: interrupted blocks] A KeyboardInterrupt may come while a block closes, between any two lines.
+So the module knows a block before it touches anything, and until everything is back. The generator
+that is its body tells whether it still runs; if not, whatever comes next closes what is left.
+(Run.leave_blocks)
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Calls of a transformed module that run, and those that an interrupt has ended.
 
-[Note: interrupted passes] A KeyboardInterrupt may come between any two lines, and torch calls no hook after it. So a call is
-on the stack of the run (`calls`) with its frame before anything is touched, and leaves it when everything is back. Whatever
-comes next (a call of the module, a verb, a load, a backward, an optimizer) looks whether the frame of the outermost one still
-runs. If not, nothing is known of what the forward has done, and all units are put at rest as a whole. The next forward then
-compares over ranks what they hold. A backward is marked likewise (`Backward.is_backward_open`).
+[Note: interrupted passes] A KeyboardInterrupt may come between any two lines, and torch calls no
+hook after it. So a call is on the stack of the run (`calls`) with its frame before anything is
+touched, and leaves it when everything is back. Whatever comes next (a call of the module, a verb, a
+load, a backward, an optimizer) looks whether the frame of the outermost one still runs. If not,
+nothing is known of what the forward has done, and all units are put at rest as a whole. The next
+forward then compares over ranks what they hold. A backward is marked likewise
+(`Backward.is_backward_open`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ __all__ = ["Call", "Calls", "in_two_threads", "still_runs"]
 
 
 def still_runs(frame: FrameType) -> bool:
-    """Whether a call has not ended. The frame must not be one of a generator; if the call has ended, its locals are gone."""
+    """Whether a call has not ended.
+
+    The frame must not be one of a generator; if the call has ended, its locals are gone.
+    """
     try:
         frame.clear()
     except RuntimeError:  # it is executing
@@ -58,7 +63,8 @@ class Call:
         self.error_before = sys.exception()  # which is being handled
         self.use: UnitUse | None = None  # None in a block in which whole parameters are registered
         self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
-        # Whether a backward may come: the output is watched, and gathered memory that autograd saves is packed.
+        # Whether a backward may come: the output is watched,
+        # and gathered memory that autograd saves is packed.
         self.has_backward = False
         self.is_packing = False  # it has begun that
         self.depth = 0  # calls of the module inside this one
@@ -70,7 +76,8 @@ class Calls:
     def __init__(self) -> None:
         self.forward: list[Call] = []  # of forwards, outermost first; none if all is at rest
         self.backward: list[Call] = []  # of forwards that checkpoints run again, in a backward
-        self.reads: list[ReadUse] = []  # weights that forwards have read of other units, oldest first
+        # Weights that forwards have read of other units, oldest first.
+        self.reads: list[ReadUse] = []
         self.thread = 0  # that has begun the last forward; it calls the backward, too
 
     @property
@@ -91,7 +98,10 @@ class Calls:
         return False
 
     def leave(self) -> None:
-        """Leaves all calls, which an interrupt has ended. Those of forwards stay, until all that they touched is back."""
+        """Leaves all calls, which an interrupt has ended.
+
+        Those of forwards stay, until all that they touched is back.
+        """
         packing = 0
         for call in (*self.forward, *self.backward):
             call.is_left = True

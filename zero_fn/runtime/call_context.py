@@ -1,8 +1,10 @@
-"""Calls of a module that are no plain forward: in a backward, under torch.func, in a dispatch mode, or while torch traces.
+"""Calls of a module that are no plain forward: in a backward, under torch.func,
+in a dispatch mode, or while torch traces.
 
-A call asks one question, `has_context`; only if the answer is yes, it asks which. `grad`, `vmap` and `jvp` of torch.func wrap
-tensors, and know no saved-tensor hooks. Inside them nothing is packed, and parameters are gathered outside the wrappers. A
-unit in all of whose places `functional_call` has put whole tensors is left to them.
+A call asks one question, `has_context`; only if the answer is yes, it asks which. `grad`, `vmap`
+and `jvp` of torch.func wrap tensors, and know no saved-tensor hooks. Inside them nothing is packed,
+and parameters are gathered outside the wrappers. A unit in all of whose places `functional_call`
+has put whole tensors is left to them.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ _peek = torch._C._functorch.peek_interpreter_stack
 _depth, _is_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 _EXPORT = (
-    "export the plain module with the whole values: whole = get_model_state_dict(model, options=StateDictOptions("
-    "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict, on every rank; "
-    "plain.load_state_dict(whole) on rank 0, which has them; or torch.compile the model"
+    "export the plain module with the whole values: whole = get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), of "
+    "torch.distributed.checkpoint.state_dict, on every rank; plain.load_state_dict(whole) on rank "
+    "0, which has them; or torch.compile the model"
 )
 
 
 def has_context() -> bool:
-    """Whether a call runs in a backward, under torch.func, in a dispatch mode, or while torch.jit or torch.export traces."""
+    """Whether a call runs in a backward, under torch.func, in a dispatch mode,
+    or while torch.jit or torch.export traces."""
     return (
         current_graph_task() != -1
         or _peek() is not None
@@ -57,14 +61,18 @@ def has_context() -> bool:
 
 
 def require_run(unit: str, module: nn.Module) -> None:
-    """Raises inside torch.jit.trace and torch.export, which record a call rather than run it, and inside a selective
-    checkpoint, which would count a gather among the operations of the forward."""
-    if _depth() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+    """Raises inside torch.jit.trace and torch.export, which record a call rather than
+    run it, and inside a selective checkpoint, which would count a gather among the
+    operations of the forward."""
+    modes = _get_current_dispatch_mode_stack() if _depth() else ()
+    if modes and any(isinstance(mode, _SELECTIVE) for mode in modes):
         raise StateError(
             "A unit was called inside a selective checkpoint.",
             unit=unit or "root",
-            why="its gather would be saved, or be missing among the operations that are computed again",
-            fix="put the checkpoint inside the unit: call it in the forward of the module that units= names",
+            why="its gather would be saved, or be missing among the "
+            "operations that are computed again",
+            fix="put the checkpoint inside the unit: "
+            "call it in the forward of the module that units= names",
         )
     if _is_tracing() or torch.compiler.is_exporting():
         raise StateError(
@@ -114,9 +122,10 @@ def partly_swapped(unit: str) -> StateError:
     return StateError(
         "functional_call was given resting tensors, or tensors for some of the parameters.",
         unit=unit or "root",
-        why="parameters at rest are gathered, whole tensors are taken as they are, and one forward does one of the two",
-        fix="with zf.unsharded(model): functional_call(model, values, x), where parameters() are whole. Gradients of values "
-        "are those of this rank",
+        why="parameters at rest are gathered, whole tensors are taken as they are, "
+        "and one forward does one of the two",
+        fix="with zf.unsharded(model): functional_call(model, values, x), "
+        "where parameters() are whole. Gradients of values are those of this rank",
     )
 
 
@@ -126,7 +135,10 @@ def in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:
 
 
 def _is_resting(value: Tensor, slot: Slot) -> bool:
-    """Whether a value is a DTensor, and not one on the model axes of the parameter, which a forward takes as it is."""
+    """Whether a value is a DTensor, and not one on the model axes of the parameter,
+    which a forward takes as it is."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
-    return isinstance(value, DTensor) and (slot.model is None or value.device_mesh != slot.model.mesh)
+    return isinstance(value, DTensor) and (
+        slot.model is None or value.device_mesh != slot.model.mesh
+    )

@@ -1,11 +1,13 @@
 """The two hooks of ours at a module, at which units are entered and left.
 
-[Note: our hook comes first] The hook before a call stands before those of the user: the old `spectral_norm`, `weight_norm`
-and pruning compute a weight there, from parameters that must be whole. The hook after it stands behind those that were there
-when the module was transformed, and is called after an exception too.
+[Note: our hook comes first] The hook before a call stands before those of the user: the old
+`spectral_norm`, `weight_norm` and pruning compute a weight there, from parameters that must be
+whole. The hook after it stands behind those that were there when the module was transformed, and is
+called after an exception too.
 
-[Note: nothing inside a unit] While a unit runs, our hooks at modules below its anchor would do nothing but cost 4 us a call,
-and the compiler would make a graph of each module of torch that has hooks. So they are taken out until the unit is left.
+[Note: nothing inside a unit] While a unit runs, our hooks at modules below its anchor would do
+nothing but cost 4 us a call, and the compiler would make a graph of each module of torch that has
+hooks. So they are taken out until the unit is left.
 """
 
 from __future__ import annotations
@@ -23,16 +25,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["ENTRY_POINTS", "cast", "drop_hooks", "put_hooks", "put_hooks_inside", "take_hooks_inside"]
+__all__ = [
+    "ENTRY_POINTS",
+    "cast",
+    "drop_hooks",
+    "put_hooks",
+    "put_hooks_inside",
+    "take_hooks_inside",
+]
 
-ENTRY_POINTS = "_zero_fn_entry_points"  # in the `__dict__` of a module: where units are entered, in this order
+# In the `__dict__` of a module: where units are entered, in this order.
+ENTRY_POINTS = "_zero_fn_entry_points"
 
 _KEY = "zero_fn"  # of our hooks, in the dicts where torch keeps the hooks of a module
 
 
 def put_hooks(module: nn.Module) -> None:
-    """What `register_forward_pre_hook(_before, prepend=True, with_kwargs=True)` does, and `register_forward_hook(_after,
-    always_call=True)`, with a key that is known. [Note: our hook comes first]"""
+    """What `register_forward_pre_hook(_before, prepend=True, with_kwargs=True)` does, and
+    `register_forward_hook(_after, always_call=True)`, with a key that is known.
+    [Note: our hook comes first]"""
     torchs: Any = module
     torchs._forward_pre_hooks[_KEY] = _before
     torchs._forward_pre_hooks.move_to_end(_KEY, last=False)
@@ -59,7 +70,11 @@ def take_hooks_inside(inner: Iterable[weakref.ref[nn.Module]], called: nn.Module
         module: Any = reference()
         if module is not None and module is not called:
             # The second of them, too: the compiler looks there.
-            for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks):
+            for hooks in (
+                module._forward_pre_hooks,
+                module._forward_pre_hooks_with_kwargs,
+                module._forward_hooks,
+            ):
                 if _KEY in hooks:
                     del hooks[_KEY]
 
@@ -102,7 +117,8 @@ def _after(module: nn.Module, _args: object, output: Any) -> Any:
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The tree with floating point tensors in a dtype; also those in dataclasses and attrs, which torch's pytree skips."""
+    """The tree with floating point tensors in a dtype; also those in dataclasses and attrs,
+    which torch's pytree skips."""
 
     def cast_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -112,9 +128,12 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
         declared = fields(leaf) if is_dataclass(leaf) else getattr(leaf, "__attrs_attrs__", None)
         if declared is None:
             return leaf
-        before = {field.name: getattr(leaf, field.name) for field in declared if hasattr(leaf, field.name)}
+        before = {
+            field.name: getattr(leaf, field.name) for field in declared if hasattr(leaf, field.name)
+        }
         after = {name: cast(value, dtype) for name, value in before.items()}
-        if all(one is other for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True)):
+        leaves = zip(tree_leaves(before), tree_leaves(after), strict=True)
+        if all(one is other for one, other in leaves):
             return leaf  # a configuration
         twin = copy.copy(leaf)
         for name, value in after.items():

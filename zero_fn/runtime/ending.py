@@ -1,9 +1,10 @@
 """How the runtime learns that a backward has ended, or raised.
 
-[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the calling thread waits.
-If it raises, the calling thread goes on at once, and the engine drops the backward a little later, in its own thread. The
-program may be doing anything by then, so the engine's thread only lets names show resting parameters again. The calling
-thread recovers the rest before its next forward or backward: once it is no longer inside backward, the backward has ended.
+[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the
+calling thread waits. If it raises, the calling thread goes on at once, and the engine drops the
+backward a little later, in its own thread. The program may be doing anything by then, so the
+engine's thread only lets names show resting parameters again. The calling thread recovers the rest
+before its next forward or backward: once it is no longer inside backward, the backward has ended.
 """
 
 from __future__ import annotations
@@ -40,17 +41,22 @@ class Ending:
         give_up: Callable[[T, Ending], None],
         show_resting: Callable[[T, Ending], None],
     ) -> None:
-        """Queues a callback in the engine. Of the owner, held weakly, it calls `finish` when all nodes have run. When the
-        engine drops the backward, whether or not it raised, it calls `give_up` in the thread `caller`, or `show_resting` in
-        another. [Note: threads of the engine]"""
-        self._caller, self._thread = caller, get_ident()
+        """Queues a callback in the engine.
+
+        Of the owner, held weakly, it calls `finish` when all nodes have run. When the engine drops
+        the backward, whether or not it raised, it calls `give_up` in the thread `caller`, or
+        `show_resting` in another. [Note: threads of the engine]
+        """
+        self._caller = caller
+        self._thread = get_ident()
         held = weakref.ref(owner)
         callback = _Callback(held, finish, self)
 
         def on_death(_: object) -> None:
             found = held()
             if found is not None and get_ident() == caller:
-                with suppress(LostRankError):  # the error that ended the backward, again: its caller gets it anyway
+                # The error is the one that ended the backward, again: its caller gets it anyway.
+                with suppress(LostRankError):
                     give_up(found, self)
             elif found is not None:
                 show_resting(found, self)
@@ -60,7 +66,10 @@ class Ending:
 
     @property
     def is_to_come(self) -> bool:
-        """Whether the backward may still be running. If it raised, the engine has dropped the callback by now."""
+        """Whether the backward may still be running.
+
+        If it raised, the engine has dropped the callback by now.
+        """
         if self._callback() is None:
             return False
         # [Note: threads of the engine]
@@ -78,8 +87,12 @@ class _Callback:
 
     __slots__ = ("__weakref__", "_ending", "_finish", "_held")
 
-    def __init__(self, held: Callable[[], Any], finish: Callable[[Any, Ending], None], ending: Ending) -> None:
-        self._held, self._finish, self._ending = held, finish, ending
+    def __init__(
+        self, held: Callable[[], Any], finish: Callable[[Any, Ending], None], ending: Ending
+    ) -> None:
+        self._held = held
+        self._finish = finish
+        self._ending = ending
 
     @uncompiled
     def __call__(self) -> None:

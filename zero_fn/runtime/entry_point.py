@@ -1,9 +1,11 @@
-"""Entry points of a transformed module: two hooks, before and after a call, at which a unit is entered and left.
+"""Entry points of a transformed module: two hooks, before and after a call,
+at which a unit is entered and left.
 
-The anchor of a unit has them, and so does every other module that holds a parameter of the unit: called alone it enters the
-unit itself, called while the unit runs it steps aside. So any module of a transformed model may be called directly, and
-whoever replaces `module.forward` replaces what runs inside. A method that was declared (`gather_in`) is a callable under its
-name, with the same entry point.
+The anchor of a unit has them, and so does every other module that holds a parameter of the unit:
+called alone it enters the unit itself, called while the unit runs it steps aside. So any module
+of a transformed model may be called directly, and whoever replaces `module.forward` replaces
+what runs inside. A method that was declared (`gather_in`) is a callable under its name, with the
+same entry point.
 
 A call that an interrupt has ended is never left here. [Note: interrupted passes] (call.py)
 """
@@ -26,8 +28,21 @@ from torch.utils._pytree import tree_leaves
 from zero_fn.errors import StateError
 from zero_fn.runtime.autograd_node import gather
 from zero_fn.runtime.call import Call, still_runs
-from zero_fn.runtime.call_context import called_outside, has_context, is_swapped, is_transforming, require_run
-from zero_fn.runtime.call_hooks import ENTRY_POINTS, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
+from zero_fn.runtime.call_context import (
+    called_outside,
+    has_context,
+    is_swapped,
+    is_transforming,
+    require_run,
+)
+from zero_fn.runtime.call_hooks import (
+    ENTRY_POINTS,
+    cast,
+    drop_hooks,
+    put_hooks,
+    put_hooks_inside,
+    take_hooks_inside,
+)
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.passes import UnitUse
 from zero_fn.runtime.run import Run, run_of
@@ -77,7 +92,10 @@ class EntryPoint:
 
     @uncompiled
     def begin(self) -> bool:
-        """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
+        """Enters the unit: until `end`, modules see its whole parameters.
+
+        Returns False if the unit is running already.
+        """
         unit, run, in_context = self.unit, self.run, has_context()
         in_backward = in_context and current_graph_task() != -1
         if run.calls.forward and not in_backward:
@@ -93,13 +111,18 @@ class EntryPoint:
             leave_read(unit.read, failed=False)
         if unit.running or (unit.visible.leaves is None and is_swapped(unit.visible, unit.name)):
             return False
-        # A checkpoint may recompute a forward from before the block that registered whole parameters.
-        recomputes = in_backward and (unit.visible.leaves is None or bool(run.graphs.uses_of(unit.index)))
+        # A checkpoint may recompute a forward from before the block that
+        # registered whole parameters.
+        recomputes = in_backward and (
+            unit.visible.leaves is None or bool(run.graphs.uses_of(unit.index))
+        )
         if recomputes and run.is_recomputing(unit, self):
             return False
         calls = run.calls.backward if in_backward else run.calls.forward
         call = Call(
-            sys._getframe(self._frames), in_backward=in_backward, is_transforming=in_context and is_transforming()
+            sys._getframe(self._frames),
+            in_backward=in_backward,
+            is_transforming=in_context and is_transforming(),
         )
         call.is_outermost = not (in_backward or calls)
         calls.append(call)
@@ -115,7 +138,9 @@ class EntryPoint:
                 use = run.enter(unit, self, self.attribute)
             else:
                 require_run(unit.name, self.module)
-                use = called_outside(run.enter_recomputation if recomputes else run.enter, unit, self, self.attribute)
+                use = called_outside(
+                    run.enter_recomputation if recomputes else run.enter, unit, self, self.attribute
+                )
         except Exception:
             if run.forward is None or not call.is_outermost:
                 calls.remove(call)
@@ -127,13 +152,18 @@ class EntryPoint:
         call.has_backward = torch.is_grad_enabled() and not call.is_transforming
         # What is kept between uses may be kept by autograd as well.
         packs = call.has_backward and unit.memory.is_transient
-        call.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
+        call.is_packing = (
+            packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
+        )
         return True
 
     @uncompiled
     def end(self, output: Any, error: BaseException | None) -> Any:
-        """Leaves the unit, if `begin` entered it. Returns the output as the caller gets it. `error` is the exception that is
-        being handled: if it is not the one from before the call, the call has failed."""
+        """Leaves the unit, if `begin` entered it.
+
+        Returns the output as the caller gets it. `error` is the exception that is being handled: if
+        it is not the one from before the call, the call has failed.
+        """
         call, run = self._call, self.run
         if call is None or call.is_left:
             return output
@@ -177,7 +207,10 @@ class EntryPoint:
         return output
 
     def _finished(self, call: Call, output: Any) -> Any:
-        """Casts and watches the output of a call that did not fail, and refuses changed parameters. Returns the output."""
+        """Casts and watches the output of a call that did not fail, and refuses changed parameters.
+
+        Returns the output.
+        """
         unit, use = self.unit, call.use
         if self.output_dtype is not None:
             output = cast(output, self.output_dtype)
@@ -195,7 +228,8 @@ class EntryPoint:
         return output
 
     def _begin_with_leaves(self, call: Call) -> None:
-        """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_leaves.py)"""
+        """Begins a forward in a block that has registered whole parameters:
+        of a plain module. (whole_leaves.py)"""
         called_outside(self.run.agree)
         call.tensors = see_leaves(self.unit)
         self._call = call
@@ -223,7 +257,8 @@ class EntryPoint:
     def __reduce__(self) -> Any:
         raise StateError(
             "A transformed module cannot be pickled: it belongs to the ranks of a process group.",
-            fix="save its state_dict() (torch.distributed.checkpoint), and transform a fresh module after loading",
+            fix="save its state_dict() (torch.distributed.checkpoint), "
+            "and transform a fresh module after loading",
         )
 
 
@@ -257,7 +292,7 @@ class Method(EntryPoint):
         return self.end(output, sys.exception())
 
 
-# -- hooks ----------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def attach(entry: EntryPoint) -> None:
@@ -270,7 +305,9 @@ def attach(entry: EntryPoint) -> None:
         if module._parameters:
             module.__dict__["_parameters"] = Parameters(module._parameters, module)
     for other in earlier:  # at this module two units are entered: its hooks stay
-        other.unit.inner = [reference for reference in other.unit.inner if reference is not other._module]
+        other.unit.inner = [
+            reference for reference in other.unit.inner if reference is not other._module
+        ]
     if not entry.is_anchor and not earlier:
         entry.unit.inner.append(entry._module)
 
@@ -287,41 +324,48 @@ def _went_on(unit: Unit) -> StateError:
         "A forward went on after an interrupt in it.",
         unit=unit.name or "root",
         why="the unit that was interrupted has not been left",
-        fix="let KeyboardInterrupt leave the outermost forward: catch it around model(x), not inside",
+        fix="let KeyboardInterrupt leave the outermost forward: "
+        "catch it around model(x), not inside",
     )
 
 
 def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
-    """Adds a note with the fix to torch's errors about operations that mix a resting parameter with a plain tensor, or two
-    dtypes: torch raises them in C++, and knows nothing of units."""
+    """Adds a note with the fix to torch's errors about operations that mix a resting parameter with
+    a plain tensor, or two dtypes: torch raises them in C++, and knows nothing of units."""
     if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
         return
     rounded = next((s for s in unit.slots if s.kind.compute_dtype != s.dtype), None)
     if rounded is not None and _TWO_DTYPES.search(str(error)):
-        compute, rest = (str(dtype).removeprefix("torch.") for dtype in (rounded.kind.compute_dtype, rounded.dtype))
+        compute = str(rounded.kind.compute_dtype).removeprefix("torch.")
+        rest = str(rounded.dtype).removeprefix("torch.")
         error.add_note(
-            f"The forward computes in {compute} (zf.precision); parameters() gives what rests, in {rest}, here, too.\n"
+            f"The forward computes in {compute} (zf.precision); "
+            f"parameters() gives what rests, in {rest}, here, too.\n"
             f"  inside : the forward of {unit}\n"
-            f"  fix    : cast to the dtype of a weight that is read under its name ({rounded.fqn!r}), as in "
-            "x.to(self.linear.weight.dtype), and not to that of next(self.parameters())"
+            "  fix    : cast to the dtype of a weight that is read under its name "
+            f"({rounded.fqn!r}), as in x.to(self.linear.weight.dtype), and not to that of "
+            "next(self.parameters())"
         )
     if "mixed torch.Tensor and DTensor" not in str(error):
         return
     if any(other.has_model_axes for other in run.live_units()):
         return  # under tensor parallelism torch's own words fit: activations are DTensors too
     error.add_note(
-        "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"
+        "A resting parameter was used outside the forward of its unit, "
+        "where this rank holds only its shard.\n"
         f"  inside : the forward of {unit}\n"
-        "  fix    : call the module that owns the weight, put both modules in one unit (units=), or read it inside "
-        "`with zf.unsharded(module):`"
+        "  fix    : call the module that owns the weight, put both modules in one unit (units=), "
+        "or read it inside `with zf.unsharded(module):`"
     )
 
 
-_TWO_DTYPES = re.compile(r"same dtype|expected scalar type|type .* should be the same")  # as torch says it
+# What torch's errors about two dtypes say.
+_TWO_DTYPES = re.compile(r"same dtype|expected scalar type|type .* should be the same")
 
 
 def _watch(output: Any, use: UnitUse) -> None:
-    """Hooks the outputs, to learn when backward reaches the unit, before any gradient of it is computed."""
+    """Hooks the outputs, to learn when backward reaches the unit,
+    before any gradient of it is computed."""
     tensors = (output,) if isinstance(output, Tensor) else _tensors_in(output)
     hook = partial(_reached, use)
     for tensor in tensors:
@@ -333,11 +377,16 @@ def _watch(output: Any, use: UnitUse) -> None:
 
 
 def _tensors_in(output: object, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors of a pytree, and of the attributes of objects in it that torch knows no pytree for."""
+    """The tensors of a pytree, and of the attributes of objects in it
+    that torch knows no pytree for."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module | ModuleType):
+        elif (
+            depth
+            and hasattr(leaf, "__dict__")
+            and not isinstance(leaf, type | nn.Module | ModuleType)
+        ):
             for value in list(vars(leaf).values()):
                 yield from _tensors_in(value, depth - 1)
 

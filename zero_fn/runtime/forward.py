@@ -1,4 +1,7 @@
-"""The forwards of one transformed module. Each follows the schedule of the last forward that began at the same unit."""
+"""The forwards of one transformed module.
+
+Each follows the schedule of the last forward that began at the same unit.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,18 @@ class Forward(Backward):
     def __init__(self, transport: Line, assignment: Assignment) -> None:
         super().__init__(transport, assignment)
         self.is_fresh = True  # nothing was gathered yet in this `accumulate` block
-        # The last forward that began at a unit, with gradients or without: its brackets, and its schedule.
+        # The last forward that began at a unit, with gradients or without:
+        # its brackets, and its schedule.
         self.recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Point, ...]]] = {}
         self._present = 0  # how many units had their modules in the model in the last forward
 
-    # -- units ------------------------------------------------------------------------------------------------------
+    # -- units -------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, entry: object, method: str, reader: UnitUse | None = None) -> UnitUse:
-        """The forward of a unit begins at a method of `entry`, or that of `reader` reads its weights: on return its gathered
-        parameters may be read."""
+    def enter(
+        self, unit: Unit, entry: object, method: str, reader: UnitUse | None = None
+    ) -> UnitUse:
+        """The forward of a unit begins at a method of `entry`, or that of `reader` reads its
+        weights: on return its gathered parameters may be read."""
         forward = self.forward or self.begin(unit, method)
         if self.is_backward_open:
             self.recover_raised()
@@ -74,7 +80,8 @@ class Forward(Backward):
         unit, forward = use.unit, self.forward
         unit.running -= 1
         if forward is None:  # a recomputation: the backward frees the unit
-            if any(map(is_tile, unit.modules())):  # but not all tiles of a module may be gathered at once
+            # Not all tiles of a module may be gathered at once.
+            if any(map(is_tile, unit.modules())):
                 self.reshard(unit, grad=True)
             return
         forward.failed |= failed
@@ -89,7 +96,7 @@ class Forward(Backward):
         if is_outermost:
             self._end(forward)
 
-    # -- of the whole -----------------------------------------------------------------------------------------------
+    # -- of the whole ------------------------------------------------------------------------------
 
     def begin(self, unit: Unit, method: str) -> ForwardPass:
         """A forward of the module begins at a method of this unit."""
@@ -107,8 +114,8 @@ class Forward(Backward):
         return self.forward
 
     def prepare(self) -> None:
-        """To be called before parameters are gathered for use: recovers from a backward that raised, follows parameters that
-        were moved, agrees over ranks, broadcasts buffers."""
+        """To be called before parameters are gathered for use: recovers from a backward that
+        raised, follows parameters that were moved, agrees over ranks, broadcasts buffers."""
         if self.is_backward_open:
             if self.backward is not None and self.backward.ending.is_elsewhere:
                 raise in_two_threads()
@@ -141,7 +148,9 @@ class Forward(Backward):
         for unit in units:
             unit.gather.reference_is_shared = False
         if self.assignment.axis is not None and self.transport.size > 1:
-            require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
+            require_memory(
+                [slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta]
+            )
         if self.assignment.axis is not None:
             agree_on_units(self.transport, units)
             self.buffers.begin()
@@ -155,8 +164,12 @@ class Forward(Backward):
             buffers.told(self.bits.any(bits, "which forwards change buffers", check=about))
         if not buffers.is_due or (self.accumulating and not self.is_fresh):
             return
-        # If no rank holds them, the outputs of forwards that wait were dropped, and no backward can come.
-        if self.graphs.is_waiting and self.bits.any([self.graphs.is_held], "whose backward may come")[0]:
+        # If no rank holds them, the outputs of forwards that wait were dropped,
+        # and no backward can come.
+        if (
+            self.graphs.is_waiting
+            and self.bits.any([self.graphs.is_held], "whose backward may come")[0]
+        ):
             return
         buffers.broadcast()
 
@@ -175,13 +188,17 @@ class Forward(Backward):
         key = (forward.begun_at, forward.grad)
         recorded = self.recorded.get(key)
         if recorded is None or recorded[0] != trace:
-            self.recorded[key] = (trace, points(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
+            self.recorded[key] = (
+                trace,
+                points(self.ahead(forward_schedule(trace, keeps_last=forward.grad))),
+            )
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
             if unit.gather.level < unit.gather.top and not unit.memory.away:
                 continue
             if unit.gather.pending is not None:
-                unit.gather.wait()  # prefetched and not used: a gather that is dropped would be taken for the next
+                # Prefetched and not used: a gather that is dropped would be taken for the next.
+                unit.gather.wait()
             if unit.index not in kept:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:

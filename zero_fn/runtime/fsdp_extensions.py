@@ -1,11 +1,13 @@
-"""Parameters whose class says how they are gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's extensions.
+"""Parameters whose class says how they are gathered: `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`, FSDP2's extensions.
 
         rest                     sent                        what the module sees
     plain shard  -> pre(shard) -> plain tensors -> post(whole tensors)
 
-Such a parameter rests, is reduced, stepped and saved as the plain tensor that its class is made of (flatten_subclasses.py).
-Only its gather differs: float8 weights are cast on each rank, and travel in a quarter of their bytes. All ranks call these
-hooks in the order of the gathers, so the hooks may communicate over the mesh that they are given.
+Such a parameter rests, is reduced, stepped and saved as the plain tensor that its class is made of
+(flatten_subclasses.py). Only its gather differs: float8 weights are cast on each rank, and travel
+in a quarter of their bytes. All ranks call these hooks in the order of the gathers, so the hooks
+may communicate over the mesh that they are given.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ class Extension:
     part: str  # the name of the plain tensor in it
     context: Any  # of `__tensor_flatten__`
     module: Callable[[], nn.Module | None] = lambda: None  # that holds the parameter
-    sent_nbytes: int | None = None  # of the whole parameter as it travels; None before the first gather
+    # Bytes of the whole parameter as it travels; None before the first gather.
+    sent_nbytes: int | None = None
 
     def rebuilt(self, part: Tensor) -> Any:
         """The tensor of the class on the memory of a plain tensor."""
-        return self.kind.__tensor_unflatten__({self.part: part}, self.context, part.size(), part.stride())
+        return self.kind.__tensor_unflatten__(
+            {self.part: part}, self.context, part.size(), part.stride()
+        )
 
     def held_by(self, module: nn.Module) -> Extension:
         """The same extension, for a parameter of this module."""
@@ -50,12 +55,19 @@ class Extension:
 
 
 def gathers_by_extension(slot: Slot) -> bool:
-    """Whether a parameter is gathered as its class says: if one axis cuts it into equal rows, it rests in memory of the
-    device, and it is whole during uses only. Any other parameter is gathered as the plain tensor in it."""
+    """Whether a parameter is gathered as its class says: if one axis cuts it into equal rows, it
+    rests in memory of the device, and it is whole during uses only.
+
+    Any other parameter is gathered as the plain tensor in it.
+    """
     extension, path = slot.extension, slot.path
     if extension is None or not hasattr(extension.kind, "fsdp_pre_all_gather"):
         return False
-    if slot.model is not None or slot.home.tiers.params is not None or path.stages != (Stage.PARAMS,):
+    if (
+        slot.model is not None
+        or slot.home.tiers.params is not None
+        or path.stages != (Stage.PARAMS,)
+    ):
         return False
     return path.is_in_order and path.numel == path.piece_numel * path.size
 
@@ -66,7 +78,8 @@ class ExtensionGather:
     def __init__(self, slot: Slot) -> None:
         """Lets the class make what this rank sends, and allocates what comes back."""
         assert slot.extension is not None
-        self._slot, self._extension = slot, slot.extension
+        self._slot = slot
+        self._extension = slot.extension
         self._shard = slot.extension.rebuilt(slot.local)
         size = slot.path.size
         with torch.no_grad():
@@ -77,18 +90,25 @@ class ExtensionGather:
         self._extension.sent_nbytes = sum(output.nbytes for output in self.outputs)
 
     def _told(self) -> list[object]:
-        """The arguments of `fsdp_pre_all_gather`: the mesh; in its newer signature also shape, strides, module and
-        precision."""
+        """The arguments of `fsdp_pre_all_gather`: the mesh; in its newer signature also shape,
+        strides, module and precision."""
         slot, axis = self._slot, self._slot.path.axes[0]
         if _asks_for_mesh_only(self._extension.kind):
             return [axis.mesh]
         from torch.distributed.fsdp import MixedPrecisionPolicy  # few programs need it
 
         policy = MixedPrecisionPolicy(param_dtype=slot.home.compute, reduce_dtype=slot.home.reduce)
-        return [axis.mesh, torch.Size(slot.path.shape), slot.path.stride, self._extension.module(), policy]
+        return [
+            axis.mesh,
+            torch.Size(slot.path.shape),
+            slot.path.stride,
+            self._extension.module(),
+            policy,
+        ]
 
     def _segment(self, sent: Tensor, received: Tensor) -> Segment:
-        source, memory = sent.contiguous().view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
+        source = sent.contiguous().view(-1).view(torch.uint8)
+        memory = received.view(-1).view(torch.uint8)
         return Segment(memory, memory.numel(), source.numel(), *self._slot.path.way, source=source)
 
     def arrived(self) -> tuple[Tensor, list[Tensor]]:
@@ -103,10 +123,12 @@ class ExtensionGather:
             )
         if tuple(whole.shape) != self._slot.path.shape:
             raise PlacementError(
-                f"{self._extension.kind.__name__}.fsdp_post_all_gather has made {self._slot.fqn!r} of another shape.",
+                f"{self._extension.kind.__name__}.fsdp_post_all_gather has made "
+                f"{self._slot.fqn!r} of another shape.",
                 parameter=self._slot,
                 got=list(whole.shape),
-                fix="fsdp_pre_all_gather has to keep the first dim of the shard, or a multiple of it",
+                fix="fsdp_pre_all_gather has to keep the first dim of the shard, "
+                "or a multiple of it",
             )
         return whole, [*made, *([whole] if type(whole) is Tensor else [])]
 

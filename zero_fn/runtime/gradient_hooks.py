@@ -1,4 +1,5 @@
-"""Hooks that users put on resting parameters: each is called once in a backward, with the reduced gradient.
+"""Hooks that users put on resting parameters: each is called once in a backward,
+with the reduced gradient.
 
 [Note: autograd calls hooks with None] A deferred backward gives autograd no gradients
 (autograd_node.py), and yet autograd calls the hooks of each parameter that it passes. So the user's
@@ -33,11 +34,14 @@ def parameter_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def _given(hooks: Mapping[int, Any] | None) -> list[Callable[[Tensor], Any]]:
-    return [hook.given if isinstance(hook, _Deferred) else hook for hook in hooks.values()] if hooks else []
+    if hooks:
+        return [hook.given if isinstance(hook, _Deferred) else hook for hook in hooks.values()]
+    return []
 
 
 def defer_hooks(slots: Sequence[Slot]) -> None:
-    """From now on the hooks of the parameters ignore that the running backward passes without a gradient."""
+    """From now on the hooks of the parameters ignore that the running
+    backward passes without a gradient."""
     found: list[tuple[Slot, Any]] = []
     with as_plain():
         for slot in slots:
@@ -48,11 +52,16 @@ def defer_hooks(slots: Sequence[Slot]) -> None:
                 found.append((slot, parameter._post_accumulate_grad_hooks))
     for slot, hooks in found:
         slot.deferred_in = _current_graph_task()
-        hooks.update({k: _Deferred(hook) for k, hook in hooks.items() if not isinstance(hook, _Deferred)})
+        hooks.update(
+            {k: _Deferred(hook) for k, hook in hooks.items() if not isinstance(hook, _Deferred)}
+        )
 
 
 class _Deferred:
-    """A user's hook. Autograd calls it with a gradient, or with the parameter if it is a post-accumulate hook."""
+    """A user's hook.
+
+    Autograd calls it with a gradient, or with the parameter if it is a post-accumulate hook.
+    """
 
     __slots__ = ("given",)
 

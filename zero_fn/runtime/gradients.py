@@ -1,13 +1,15 @@
-"""Gradients of a unit: local sums, their reduction over ranks, and the resting gradients they become.
+"""Gradients of a unit: local sums, their reduction over ranks,
+and the resting gradients they become.
 
-    local        what autograd gave on this rank, summed over uses (and over backwards while accumulating)
+    local        what autograd gave on this rank, summed over uses (and over
+                 backwards while accumulating)
     reduced      the mean over ranks of this rank's piece, summed in the order of the ranks
     at rest      `.grad` of the resting parameter: a DTensor with the placement of the parameter
 
 While `accumulate` sums, a marker stands as `.grad`. [Note: a pending gradient is part of .grad]
 
-A parameter without a gradient on this rank contributes zeros, because other ranks may have a gradient of it. Its `.grad`
-stays None only if no rank has one, as in a replica.
+A parameter without a gradient on this rank contributes zeros, because other ranks may have a
+gradient of it. Its `.grad` stays None only if no rank has one, as in a replica.
 """
 
 from __future__ import annotations
@@ -40,21 +42,26 @@ __all__ = ["GradientMemory", "Gradients", "Reduction", "settle_gradients"]
 class Gradients:
     """Local gradient sums of one unit, in the order of its slots.
 
-    Where the gradient rests in a whole buffer (ZeRO-1 and replicas), exact sums are made in that buffer: accumulating takes
-    no memory beyond it.
+    Where the gradient rests in a whole buffer (ZeRO-1 and replicas), exact sums are made in that
+    buffer: accumulating takes no memory beyond it.
     """
 
     def __init__(self, slots: Sequence[Slot], transport: Line, unit: str) -> None:
-        self._slots, self._line, self._unit = slots, transport, unit
+        self._slots = slots
+        self._line = transport
+        self._unit = unit
         self._memory: GradientMemory | None = None  # a change of `requires_grad` gives another
         # Whether gradients have come that lie as `_memory` says: it stays until they are taken.
         self._is_in_use = False
         self._taken: list[weakref.ref[torch.UntypedStorage]] = []  # buffers, of earlier memory too
-        self.local: list[Tensor | None] = [None] * len(slots)  # the sum for each slot; None if it has no gradient yet
+        # The sum for each slot; None if it has no gradient yet.
+        self.local: list[Tensor | None] = [None] * len(slots)
         self._is_owned = [False] * len(slots)
         self.is_empty = True  # no gradient is waiting
-        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, each with the `flat` it was made for
-        self._marked: dict[int, PendingGradient] = {}  # by slot: what stands as `.grad` while the sum is pending
+        # Markers by slot, each with the `flat` it was made for.
+        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}
+        # What stands as `.grad` of each slot while the sum is pending.
+        self._marked: dict[int, PendingGradient] = {}
 
     def memory(self, present: Sequence[bool] = ()) -> GradientMemory:
         """The memory of the gradients of the parameters that are trained now, or `present`."""
@@ -74,11 +81,14 @@ class Gradients:
 
     def forget_layout(self) -> None:
         """Forgets the layout of gradients: parameters rest in other memory now."""
-        self._memory, self._is_in_use = None, False
+        self._memory = None
+        self._is_in_use = False
 
     def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds the gradients of one use, which belong to autograd and may be shared: they are never written. `exact`: in the
-        sum dtype from the first addend on, because several uses will come.
+        """Adds the gradients of one use, which belong to autograd and may be shared:
+        they are never written.
+
+        `exact`: in the sum dtype from the first addend on, because several uses will come.
 
         Raises:
             PlacementError: A gradient is sparse.
@@ -98,7 +108,9 @@ class Gradients:
             self._note_empty()
             return
         for i, (slot, grad) in enumerate(zip(self._slots, grads, strict=True)):
-            if grad is None or memory.places[i] is None:  # frozen since the forward, as autograd then drops it
+            # No gradient, or a parameter that was frozen since the forward:
+            # autograd drops that, too.
+            if grad is None or memory.places[i] is None:
                 continue
             have = self.local[i]
             if have is not None and self._is_owned[i]:
@@ -117,7 +129,10 @@ class Gradients:
         self.is_empty = all(grad is None for grad in self.local)
 
     def add_pending(self, grads: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of one use to sums that stay on this rank when the backward ends. Markers stand as `.grad`."""
+        """Adds the gradients of one use to sums that stay on this rank when the backward ends.
+
+        Markers stand as `.grad`.
+        """
         self.forget_dropped()
         self.add(grads, exact=True)
         for i, slot in enumerate(self._slots):
@@ -135,7 +150,8 @@ class Gradients:
         return known[1]
 
     def forget_dropped(self) -> None:
-        """Drops the sums whose marker the user removed: `zero_grad()`, or any other assignment to `.grad`."""
+        """Drops the sums whose marker the user removed: `zero_grad()`,
+        or any other assignment to `.grad`."""
         for i, marker in list(self._marked.items()):
             if self._slots[i].parameter.grad is not marker:
                 del self._marked[i]
@@ -143,7 +159,10 @@ class Gradients:
         self._note_empty()
 
     def unmark(self) -> None:
-        """Puts the earlier gradients back in place of the markers. The sums stay, without those that the user dropped."""
+        """Puts the earlier gradients back in place of the markers.
+
+        The sums stay, without those that the user dropped.
+        """
         self.forget_dropped()
         for i, marker in self._marked.items():
             self._slots[i].parameter.grad, marker.earlier = marker.earlier, None
@@ -162,12 +181,16 @@ class Gradients:
         self._is_owned = [False] * len(self._slots)
         if self._memory is not None:
             self._memory.summed_in = None
-        self.is_empty, self._is_in_use = True, False
+        self.is_empty = True
+        self._is_in_use = False
         return taken
 
     def reduce(self, *, exact: bool, present: Sequence[bool] = ()) -> Reduction:
-        """Issues the reduction of the local sums, and lets go of them. `present`: whether any rank has a gradient, for each
-        parameter; those that were frozen since count, too. `exact`: see `Reduction`."""
+        """Issues the reduction of the local sums, and lets go of them.
+
+        `present`: whether any rank has a gradient, for each parameter; those that were frozen since
+        count, too. `exact`: see `Reduction`.
+        """
         memory = self._memory
         if memory is None or present or not self._is_in_use:
             memory = self.memory(present)
@@ -184,8 +207,12 @@ class Gradients:
         ):
             if memory.summed_in is None:
                 memory.summed_in = memory.allocate()
-            return memory.summed_in[place.buffer].as_strided(slot.path.shape, slot.path.stride, place.offset)
-        return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.kind.sum_dtype, device=device)
+            return memory.summed_in[place.buffer].as_strided(
+                slot.path.shape, slot.path.stride, place.offset
+            )
+        return torch.empty_strided(
+            slot.path.shape, slot.path.stride, dtype=slot.kind.sum_dtype, device=device
+        )
 
 
 def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
@@ -198,7 +225,17 @@ def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
 class _GradientPlace:
     """Where the gradient of one slot lives in the gradient memory of its unit."""
 
-    __slots__ = ("buffer", "dtypes", "is_quick", "number", "numel", "offset", "out", "resting", "slot")
+    __slots__ = (
+        "buffer",
+        "dtypes",
+        "is_quick",
+        "number",
+        "numel",
+        "offset",
+        "out",
+        "resting",
+        "slot",
+    )
 
     def __init__(self, number: int, slot: Slot, buffer: int, offset: int) -> None:
         path = slot.path
@@ -214,13 +251,19 @@ class _GradientPlace:
             start = path.start
         # The first element that the reduction of this rank's piece fills, and how many.
         self.out = offset + start, out_numel
-        self.resting = path.local_shape, path.local_stride, offset if path.layout is None else offset + start
+        self.resting = (
+            path.local_shape,
+            path.local_stride,
+            offset if path.layout is None else offset + start,
+        )
         self.is_quick = goes_through_dlpack(slot.flat, path.local_shape)
-        self.dtypes = slot.kind.compute_dtype, slot.kind.sum_dtype  # in which addends travel, and those of exact sums
+        # Dtypes in which addends travel: those of sums that may round, and of exact ones.
+        self.dtypes = slot.kind.compute_dtype, slot.kind.sum_dtype
 
 
 class GradientMemory:
-    """The gradient memory of the trained slots of a unit: one buffer per dtype, in which they lie as `dense_offsets` says."""
+    """The gradient memory of the trained slots of a unit: one buffer per dtype,
+    in which they lie as `dense_offsets` says."""
 
     def __init__(
         self,
@@ -232,8 +275,10 @@ class GradientMemory:
     ) -> None:
         self.trained = trained  # for each slot, whether it has a place here
         self.summed_in: list[Tensor] | None = None  # buffers in which the sums that wait are made
-        self._line, self._unit = line, unit
-        self._sums: list[Sums | None] = [None, None]  # of reductions that are not exact, and of those that are
+        self._line = line
+        self._unit = unit
+        # Sums of reductions that are not exact, and of those that are.
+        self._sums: list[Sums | None] = [None, None]
         self._buffers: list[BufferPool] = []
         self._taken = taken  # buffers, weakly
         self.places: list[_GradientPlace | None] = [None] * len(slots)  # None of frozen ones
@@ -242,19 +287,31 @@ class GradientMemory:
             if is_trained:
                 by_dtype.setdefault((slot.kind.gradient_dtype, slot.flat.device), {})[slot] = number
         for (dtype, device), members in by_dtype.items():
-            offsets, total = dense_offsets(list(members), [slot.path.gradient_room for slot in members], dtype.itemsize)
+            numels = [slot.path.gradient_room for slot in members]
+            offsets, total = dense_offsets(list(members), numels, dtype.itemsize)
             for slot, number in members.items():
-                self.places[number] = _GradientPlace(number, slot, len(self._buffers), offsets[slot])
+                self.places[number] = _GradientPlace(
+                    number, slot, len(self._buffers), offsets[slot]
+                )
             self._buffers.append(BufferPool(total, dtype, device))
         self._placed = [place for place in self.places if place is not None]
-        self._reduced = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is None]
-        self._coded = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None]
+        self._reduced = [
+            at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is None
+        ]
+        self._coded = [
+            at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None
+        ]
         self.count = len(self._placed)
         # For each slot, whether its gradient is at rest after the reduction.
-        self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
+        self.at_once = [
+            place is not None and place.slot.path.is_reduced_at_once for place in self.places
+        ]
 
-    def _rows(self, places: Sequence[_GradientPlace], local: Sequence[Tensor | None], *, exact: bool) -> list[Tensor]:
-        """What this rank contributes for each of these slots with elements, in order: zeros where it has no gradient."""
+    def _rows(
+        self, places: Sequence[_GradientPlace], local: Sequence[Tensor | None], *, exact: bool
+    ) -> list[Tensor]:
+        """What this rank contributes for each of these slots with elements, in order:
+        zeros where it has no gradient."""
         rows: list[Tensor] = []
         for place in places:
             grad, dtype, path = local[place.number], place.dtypes[exact], place.slot.path
@@ -265,7 +322,9 @@ class GradientMemory:
             rows.append(grad if path.is_in_order else path.rows_of(grad))
         return rows
 
-    def reduce(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Work | Trip:
+    def reduce(
+        self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool
+    ) -> Work | Trip:
         """Begins the reduction of local gradients into these buffers. `exact`: see `Reduction`."""
         rows = self._rows(self._reduced, local, exact=exact)
         sums = self._sums[exact]
@@ -274,20 +333,29 @@ class GradientMemory:
             for place, own in zip(self._reduced, rows, strict=True):
                 start, numel = place.out
                 out = buffers[place.buffer].as_strided((numel,), (1,), start)
-                contributions.append(place.slot.path.contribution(own, out, place.slot.kind.sum_dtype))
+                contributions.append(
+                    place.slot.path.contribution(own, out, place.slot.kind.sum_dtype)
+                )
             sums = self._sums[exact] = Sums(contributions, buffers, self._line)
         what = f"gradients of {self._unit}"
         if sums.only is not None and not self._coded:
             line, plan = sums.only
             return line.reduce_scatter(plan, rows, buffers, what)
         coded = []
-        for place, own in zip(self._coded, self._rows(self._coded, local, exact=exact), strict=True):
-            start, numel = (place.offset, place.numel) if place.slot.path.layout is None else place.out
-            coded.append(CodedGradient(place.slot, own, buffers[place.buffer].narrow(0, start, numel)))
+        contributed = self._rows(self._coded, local, exact=exact)
+        for place, own in zip(self._coded, contributed, strict=True):
+            start, numel = place.out
+            if place.slot.path.layout is None:
+                start, numel = place.offset, place.numel
+            room = buffers[place.buffer].narrow(0, start, numel)
+            coded.append(CodedGradient(place.slot, own, room))
         return Trip(reduced(sums, rows, coded, buffers, self._line, what))
 
     def regather(self, buffers: list[Tensor]) -> Work:
-        """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
+        """Issues the all-gather of gradients that rest replicated.
+
+        A collective: all ranks call it in the same order.
+        """
         segments = [
             place.slot.path.segment(buffers[place.buffer].narrow(0, place.offset, place.numel))
             for place in self._reduced
@@ -296,11 +364,14 @@ class GradientMemory:
         return self._line.all_gather(segments, f"replicated gradients of {self._unit}")
 
     def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""
+        """The gradients in these buffers as they rest, for each slot;
+        None of those that are not wanted, or frozen."""
         chosen = [place for place in self._placed if wanted[place.number]]
-        grads = rested(
-            [(buffers[at.buffer].as_strided(*at.resting), at.is_quick, at.slot.gradient_spec) for at in chosen]
-        )
+        pieces = [
+            (buffers[at.buffer].as_strided(*at.resting), at.is_quick, at.slot.gradient_spec)
+            for at in chosen
+        ]
+        grads = rested(pieces)
         found: list[Tensor | None] = [None] * len(self.places)
         for place, grad in zip(chosen, grads, strict=True):
             found[place.number] = grad
@@ -314,14 +385,18 @@ class GradientMemory:
         return buffers
 
     def held(self) -> Iterator[torch.UntypedStorage]:
-        """The buffers of which some gradient is still alive: each gradient at rest is a part of one."""
+        """The buffers of which some gradient is still alive:
+        each gradient at rest is a part of one."""
         return filter(None, (taken() for taken in self._taken))
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes of the buffers beyond the elements of the gradients."""
         total = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
-        return total - sum(at.slot.path.gradient_numel * at.slot.kind.gradient_dtype.itemsize for at in self._placed)
+        return total - sum(
+            at.slot.path.gradient_numel * at.slot.kind.gradient_dtype.itemsize
+            for at in self._placed
+        )
 
 
 class Reduction:
@@ -335,13 +410,19 @@ class Reduction:
         exact: bool,
         buffers: list[Tensor] | None = None,
     ) -> None:
-        """Issues the reduce-scatter. Of `local`, which has a place for each parameter of the unit, None contributes zeros.
-        `exact`: addends travel in the sum dtype, in place of the compute dtype; the sum is made in the sum dtype anyway.
-        `buffers`: the gradient memory, if some of `local` lie in it already."""
-        self.has_local = [grad is not None for grad in local]  # for each slot, whether this rank contributed
-        # And whether that is at rest after the reduction: there is a gradient, whatever other ranks have.
+        """Issues the reduce-scatter.
+
+        Of `local`, which has a place for each parameter of the unit, None contributes zeros.
+        `exact`: addends travel in the sum dtype, in place of the compute dtype; the sum is made in
+        the sum dtype anyway. `buffers`: the gradient memory, if some of `local` lie in it already.
+        """
+        # For each slot, whether this rank contributed.
+        self.has_local = [grad is not None for grad in local]
+        # And whether that is at rest after the reduction: there is a gradient,
+        # whatever other ranks have.
         self.local_at_once = [*map(and_, self.has_local, memory.at_once)]
-        self._memory, self._buffers = memory, memory.allocate() if buffers is None else buffers
+        self._memory = memory
+        self._buffers = memory.allocate() if buffers is None else buffers
         self._pending = memory.reduce(local, self._buffers, exact=exact)
 
     def wait(self) -> None:
@@ -349,12 +430,17 @@ class Reduction:
         self._pending.wait()
 
     def regather(self) -> Work | None:
-        """Issues the all-gather of gradients that rest replicated, which are ready after it. A collective."""
+        """Issues the all-gather of gradients that rest replicated, which are ready after it.
+
+        A collective.
+        """
         return self._memory.regather(self._buffers) if self._buffers else None
 
     def take(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients as they rest, for each slot; None of those that are not wanted, or frozen. Once all were taken, those
-        that go to another tier keep no memory."""
+        """The gradients as they rest, for each slot; None of those that are not wanted, or frozen.
+
+        Once all were taken, those that go to another tier keep no memory.
+        """
         found = self._memory.resting(self._buffers, wanted)
         if wanted.count(True) == self._memory.count:
             self._buffers = []
@@ -362,10 +448,16 @@ class Reduction:
 
 
 def settle_gradients(
-    slots: Sequence[Slot], groups: Iterable[Group], grads: Sequence[Tensor | None], offloaded: OffloadedState
+    slots: Sequence[Slot],
+    groups: Iterable[Group],
+    grads: Sequence[Tensor | None],
+    offloaded: OffloadedState,
 ) -> None:
-    """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier. Begins to write
-    those that rest in another tier."""
+    """Makes `grads` the gradients of parameters, or adds them to those there are,
+    which may be in their tier.
+
+    Begins to write those that rest in another tier.
+    """
     failure = _add_gradients(slots, grads)
     if failure is not None:
         offloaded.note(failure)
@@ -377,8 +469,10 @@ def settle_gradients(
 
 
 def _take_gradients(group: Group) -> dict[int, Tensor]:
-    """The gradients of a group that are in memory and belong into another tier, flat, by number. Tensors in that tier replace
-    them as `.grad` of the parameters."""
+    """The gradients of a group that are in memory and belong into another tier, flat, by number.
+
+    Tensors in that tier replace them as `.grad` of the parameters.
+    """
     found: dict[int, Tensor] = {}
     for slot in group.slots:
         grad, place = slot.parameter.grad, slot.gradient_place
@@ -389,19 +483,28 @@ def _take_gradients(group: Group) -> dict[int, Tensor]:
             continue
         found[place.number] = path.flat_of(local)
         away = path.local_view(place)
-        slot.parameter.grad = away if slot.gradient_spec is None else on_spec(away, slot.gradient_spec)
+        slot.parameter.grad = (
+            away if slot.gradient_spec is None else on_spec(away, slot.gradient_spec)
+        )
     return found
 
 
 def _add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> StorageError | None:
-    """Adds reduced gradients to `.grad`; see `_add_gradient`. Returns the first failure of a tier that holds one."""
+    """Adds reduced gradients to `.grad`; see `_add_gradient`.
+
+    Returns the first failure of a tier that holds one.
+    """
     later: list[tuple[Slot, Tensor]] = []
     with as_plain():
         for slot, grad in zip(slots, grads, strict=True):
             if grad is None:
                 continue
             parameter = slot.parameter
-            if parameter.grad is None and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+            if (
+                parameter.grad is None
+                and not parameter._backward_hooks
+                and not parameter._post_accumulate_grad_hooks
+            ):
                 parameter.grad = grad
             else:
                 later.append((slot, grad))
@@ -415,7 +518,8 @@ def _add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> Sto
 
 
 def _add_gradient(slot: Slot, grad: Tensor) -> None:
-    """Adds a reduced gradient to `.grad`, and calls the user's hooks as autograd would: once, with the resting gradient."""
+    """Adds a reduced gradient to `.grad`, and calls the user's hooks as autograd would:
+    once, with the resting gradient."""
     parameter = slot.parameter
     if parameter._backward_hooks:
         for hook in gradient_hooks(parameter):

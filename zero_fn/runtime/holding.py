@@ -20,7 +20,8 @@ __all__ = ["holding_of", "holding_of_state", "numbering_of"]
 
 
 def holding_of(tensor: Tensor) -> Holding | None:
-    """What this rank holds of a parameter or buffer; None if nothing, since the rank is not on the mesh of the tensor."""
+    """What this rank holds of a parameter or buffer; None if nothing,
+    since the rank is not on the mesh of the tensor."""
     slot, spec = slot_of(tensor), spec_of(tensor)
     box = whole_box(tensor.shape)
     if spec is None:
@@ -50,7 +51,8 @@ def holding_of(tensor: Tensor) -> Holding | None:
 
 
 def _over_axes(spec: DTensorSpec) -> Iterator[tuple[Placement, int, int]]:
-    """For each axis of the mesh of a tensor: its placement, how many ranks there are, and the number of this one."""
+    """For each axis of the mesh of a tensor: its placement,
+    how many ranks there are, and the number of this one."""
     coordinate = spec.mesh.get_coordinate()
     assert coordinate is not None, "a mesh without this rank"
     yield from zip(spec.placements, spec.mesh.shape, coordinate, strict=True)
@@ -69,14 +71,15 @@ def holding_of_state(name: str, state: Tensor, parameter: Tensor, place: Holding
             f"Nothing says which part of the state {name!r} this rank has.",
             state=f"a plain tensor of {list(state.shape)}",
             parameter=f"{list(place.shape)}, {list(place.box.sizes)} of it on this rank",
-            fix="keep states as DTensors, or of the shape of the parameter: torch.zeros_like(parameter)",
+            fix="keep states as DTensors, or of the shape of the parameter: "
+            "torch.zeros_like(parameter)",
         )
     return Holding(tuple(state.shape), whole_box(state.shape), None if is_cut else place.replica)
 
 
 def numbering_of(parameter: Tensor) -> Numbering:
-    """The numbers of the elements that this rank holds of a parameter, which lies densely in memory, with or without a
-    transform."""
+    """The numbers of the elements that this rank holds of a parameter, which lies densely in
+    memory, with or without a transform."""
     held = holding_of(parameter)
     assert held is not None, "a rank that is not on the mesh of the tensor"
     return Numbering.of_held(held, local_of(parameter))

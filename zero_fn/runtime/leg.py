@@ -1,17 +1,20 @@
 """A leg: one move of the parameters of a group on their way from rest to whole.
 
-A unit keeps its parameters at rest and computes with whole ones. Between the two lie a few buffers, and a leg goes from one
-to the next: on this rank (a copy, a cast, a read from a tier, coding and decoding), or along one axis (an all-gather).
+A unit keeps its parameters at rest and computes with whole ones. Between the two lie a few buffers,
+and a leg goes from one to the next: on this rank (a copy, a cast, a read from a tier, coding and
+decoding), or along one axis (an all-gather).
 
     ZeRO-3                          rest ==dp==> whole
     ZeRO-3, compute in bfloat16     rest -> whole ==dp==> whole
     ZeRO-3 over two axes            rest -> whole ==outer==> whole ==inner==> whole
     hpZ                             rest ==outer==> inner, kept;  inner -> whole ==inner==> whole
-    hpZ, gather=int8                rest -> inner ==outer==> inner, kept;  inner ==inner==> codes -> whole
+    hpZ, gather=int8                rest -> inner ==outer==> inner, kept;
+                                    inner ==inner==> codes -> whole
     parameters on a disk            tier -> whole ==dp==> whole
 
-Arrows with one line are on this rank. Which legs there are says all of placement, precision, tier and format: the runtime
-runs them (moves.py), `plan` adds them up, and `describe(legs=True)` prints them.
+Arrows with one line are on this rank. Which legs there are says all of placement, precision,
+tier and format: the runtime runs them (moves.py), `plan` adds them up, and
+`describe(legs=True)` prints them.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ class Spot(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One move from a spot to another. A leg along an axis may stay at its spot: the other ranks' parts come to it."""
+    """One move from a spot to another.
+
+    A leg along an axis may stay at its spot: the other ranks' parts come to it.
+    """
 
     source: Spot
     target: Spot

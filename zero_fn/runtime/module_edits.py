@@ -1,4 +1,5 @@
-"""Functions of torch that edit modules: `module.to(dtype)` and parametrizations in a forward of a unit, and pruning.
+"""Functions of torch that edit modules: `module.to(dtype)` and parametrizations in a
+forward of a unit, and pruning.
 
 Modules see gathered parameters then, under names that hide the resting ones
 (visible_parameters.py). Routers of transformers cast their classifier in each forward (Switch,
@@ -46,7 +47,9 @@ def watch_modules() -> None:
         prune.global_unstructured = _prune_plain_globally
 
 
-def _apply_to_seen(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _apply_to_seen(
+    self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """Stands in for `Module._apply`, which `to`, `float`, `half`, `cuda` and others call."""
     parameters, seen = self._parameters, self.__dict__
     hidden = [name for name in parameters if name in seen]
@@ -77,7 +80,8 @@ def _register_on_seen(
         return _register(module, tensor_name, parametrization, unsafe=unsafe)
     if hasattr(parametrization, "right_inverse"):
         raise StateError(
-            f"A parametrization of {tensor_name!r} was registered in a forward, and has a right_inverse.",
+            f"A parametrization of {tensor_name!r} was registered in a forward, "
+            "and has a right_inverse.",
             parametrization=type(parametrization).__name__,
             why="it would change the values of a parameter, and a forward computes with a copy",
             fix="register it before the transform",
@@ -96,9 +100,13 @@ def _register_on_seen(
     return module
 
 
-def _remove_from_seen(module: nn.Module, tensor_name: str, leave_parametrized: bool = True) -> nn.Module:
+def _remove_from_seen(
+    module: nn.Module, tensor_name: str, leave_parametrized: bool = True
+) -> nn.Module:
     """Stands in for `remove_parametrizations`."""
-    registered: Any = module.parametrizations[tensor_name] if parametrize.is_parametrized(module, tensor_name) else None  # type: ignore[index]
+    registered: Any = None
+    if parametrize.is_parametrized(module, tensor_name):
+        registered = module.parametrizations[tensor_name]  # type: ignore[index]
     _remove(module, tensor_name, leave_parametrized)
     resting = registered.__dict__.get(_HIDDEN)
     if resting is not None:
@@ -116,7 +124,9 @@ def _prune_plain(cls: Any, module: nn.Module, name: str, *args: Any, **options: 
     return _prune(cls, module, name, *args, **options)
 
 
-def _prune_plain_globally(parameters: Iterable[tuple[nn.Module, str]], *args: Any, **options: Any) -> None:
+def _prune_plain_globally(
+    parameters: Iterable[tuple[nn.Module, str]], *args: Any, **options: Any
+) -> None:
     """Stands in for `prune.global_unstructured`, which looks at all values first."""
     parameters = [*parameters]
     for module, name in parameters:
@@ -131,9 +141,11 @@ def _require_plain(module: nn.Module, name: str) -> None:
             raise PlacementError(
                 f"{slot.fqn!r} was to be pruned after the transform.",
                 parameter=slot,
-                why="pruning looks at whole values, and takes the parameter out of its place; nothing was changed",
-                fix="prune before: prune.l1_unstructured(module, 'weight', 0.5); model = zf.shard_params(model, axis). Or "
-                "mask after each step: with torch.no_grad(): p.mul_(distribute_tensor(mask, p.device_mesh, p.placements))",
+                why="pruning looks at whole values, and takes the parameter out of its place; "
+                "nothing was changed",
+                fix="prune before: prune.l1_unstructured(module, 'weight', 0.5); model = "
+                "zf.shard_params(model, axis). Or mask after each step: with torch.no_grad(): "
+                "p.mul_(distribute_tensor(mask, p.device_mesh, p.placements))",
             )
 
 

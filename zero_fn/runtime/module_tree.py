@@ -1,8 +1,10 @@
-"""A census of a model: which parameters its modules held, and on which memory, when a forward last looked at each of them.
+"""A census of a model: which parameters its modules held, and on which memory,
+when a forward last looked at each of them.
 
-What was added after the transform belongs to no unit, so each rank would train it with its own gradients: the next forward
-refuses it, and so does `zf.check`. What was moved or replaced is followed by its unit. A forward first compares the model
-with the census, which takes 0.1 us for a module or a parameter, and looks at each parameter only if they differ.
+What was added after the transform belongs to no unit, so each rank would train it with its own
+gradients: the next forward refuses it, and so does `zf.check`. What was moved or replaced is
+followed by its unit. A forward first compares the model with the census, which takes 0.1 us for a
+module or a parameter, and looks at each parameter only if they differ.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from zero_fn.runtime.unit import Unit
 
 __all__ = ["forget_members", "is_as_before", "note_members", "refuse_late"]
 
-_MEMBERS = "_zero_fn_members"  # in the `__dict__` of the transformed module: only that may keep its modules alive
+# Lies in the `__dict__` of the transformed module: only that may keep its modules alive.
+_MEMBERS = "_zero_fn_members"
 
-_parameter, _known_local, _local = attrgetter("parameter"), attrgetter("local"), attrgetter("_local_tensor")
+_parameter = attrgetter("parameter")
+_known_local = attrgetter("local")
+_local = attrgetter("_local_tensor")
 
 
 class _Members:
@@ -32,9 +37,12 @@ class _Members:
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         slots = [slot for unit in units for slot in unit.slots]
         places = [place for slot in slots for place in slot.places]
-        modules = [module.__dict__ for module in root.modules() if not isinstance(module, ScriptModule)]
+        modules = [
+            module.__dict__ for module in root.modules() if not isinstance(module, ScriptModule)
+        ]
         self._children = [module["_modules"] for module in modules]
-        # Modules that were taken out of the model may be held by the user, and are not to be held here.
+        # Modules that were taken out of the model may be held by the user,
+        # and are not to be held here.
         self._holders = [place._module for place in places]
         held = [module["_parameters"] for module in modules]
         held += [place.module._parameters for place in places if not place.is_gone]
@@ -56,7 +64,8 @@ class _Members:
         )
 
     def are_as_before(self) -> bool:
-        """Whether modules hold the same children, and in the same places the same parameters, on the same memory."""
+        """Whether modules hold the same children, and in the same places the same parameters,
+        on the same memory."""
         now, found = self._now(), self._found
         return (
             now[:2] == found[:2]
@@ -69,7 +78,10 @@ class _Members:
 
 
 def is_as_before(root: nn.Module | None) -> bool:
-    """Whether a model is as its last census found it. Else that is forgotten, so that removed modules are freed."""
+    """Whether a model is as its last census found it.
+
+    Else that is forgotten, so that removed modules are freed.
+    """
     members = root.__dict__.get(_MEMBERS) if root is not None else None
     if root is None or members is None or members.are_as_before():
         return members is not None
@@ -78,7 +90,8 @@ def is_as_before(root: nn.Module | None) -> bool:
 
 
 def note_members(root: nn.Module | None, units: Sequence[Unit]) -> None:
-    """Takes the census of a model whose units have followed moved parameters, and refuses what is new; see `refuse_late`."""
+    """Takes the census of a model whose units have followed moved parameters,
+    and refuses what is new; see `refuse_late`."""
     if root is not None and refuse_late(root, units):
         root.__dict__[_MEMBERS] = _Members(root, units)
 
@@ -89,8 +102,10 @@ def forget_members(module: nn.Module) -> None:
 
 
 def refuse_late(root: nn.Module, units: Sequence[Unit]) -> bool:
-    """Looks at all parameters of a transformed model, unless whole parameters are registered in their place. Units have
-    followed moved parameters before.
+    """Looks at all parameters of a transformed model, unless whole parameters
+    are registered in their place.
+
+    Units have followed moved parameters before.
 
     Returns:
         Whether it looked.
@@ -103,12 +118,13 @@ def refuse_late(root: nn.Module, units: Sequence[Unit]) -> bool:
     for name, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
             if isinstance(parameter, nn.Parameter) and not _is_known(parameter, module, attribute):
+                dtype = str(parameter.dtype).removeprefix("torch.")
                 raise PlacementError(
                     f"{f'{name}.{attribute}'.lstrip('.')!r} was added after the transform.",
-                    parameter=f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}",
+                    parameter=f"{dtype}{list(parameter.shape)}",
                     why="it would be trained on each rank alone and never reduced",
-                    fix="add parameters and modules before the transform, or transform what you add: "
-                    "zf.shard_params(added, axis)",
+                    fix="add parameters and modules before the transform, "
+                    "or transform what you add: zf.shard_params(added, axis)",
                 )
     return True
 

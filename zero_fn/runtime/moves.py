@@ -94,7 +94,9 @@ class _Way:
         self._encode: list[Callable[[], None]] = []
         self._decode: list[Callable[[], None]] = []
 
-    def add(self, legs: Sequence[Leg], group: Group, rooms: Mapping[Spot, Room], wire: WireGather | None) -> None:
+    def add(
+        self, legs: Sequence[Leg], group: Group, rooms: Mapping[Spot, Room], wire: WireGather | None
+    ) -> None:
         """Adds the legs of a group. All its hops are planned together, from what the last of them
         completes."""
         is_coded = any(leg.target is Spot.CODES for leg in legs)
@@ -145,8 +147,11 @@ def _sources(spot: Spot, group: Group, rooms: Mapping[Spot, Room]) -> list[Tenso
 
 
 class Fetch:
-    """This rank's own parts of a group, copied from where they have arrived from another tier. Parts
-    that could not be read are left out: all ranks are told."""
+    """This rank's own parts of a group, copied from where they have arrived from another tier.
+
+    Parts
+    that could not be read are left out: all ranks are told.
+    """
 
     def __init__(self, group: Group, whole: Room) -> None:
         assert group.record is not None

@@ -1,8 +1,10 @@
-"""Gathered parameters that tensor parallelism has placed: in a forward they are DTensors on their model axes again.
+"""Gathered parameters that tensor parallelism has placed:
+in a forward they are DTensors on their model axes again.
 
-The local tensor is the view of the gathered buffer, so nothing is copied. The gradient comes back as a DTensor, possibly with
-other placements (that of a norm under sequence parallelism has `Partial` ones). It is brought to the placements of the
-parameter, by a collective of torch: the only one on the model axes here.
+The local tensor is the view of the gathered buffer, so nothing is copied. The gradient comes back
+as a DTensor, possibly with other placements (that of a norm under sequence parallelism has
+`Partial` ones). It is brought to the placements of the parameter, by a collective of torch: the
+only one on the model axes here.
 """
 
 from __future__ import annotations
@@ -23,18 +25,21 @@ __all__ = ["arrived", "local_gradient", "placed"]
 
 
 def placed(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gathered parameters as the forward sees them: DTensors on their model axes, if they have any."""
+    """Gathered parameters as the forward sees them: DTensors on their
+    model axes, if they have any."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
             return placed(slots, tensors)
+    place: Any = _OnModelAxes.apply
     return [
-        tensor if slot.model is None else _OnModelAxes.apply(tensor, slot.model_spec)  # type: ignore[no-untyped-call]
+        tensor if slot.model is None else place(tensor, slot.model_spec)
         for slot, tensor in zip(slots, tensors, strict=True)
     ]
 
 
 def arrived(grad: Tensor | None) -> Tensor | None:
-    """A local gradient once its bytes are there: a collective of torch may return it while they are under way."""
+    """A local gradient once its bytes are there: a collective of torch may return
+    it while they are under way."""
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
 
 

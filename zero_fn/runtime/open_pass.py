@@ -1,5 +1,5 @@
-"""What the forwards and the backwards of one transformed module share: its units, the pass that is open, and how a unit is
-gathered and freed in it."""
+"""What the forwards and the backwards of one transformed module share: its units, the pass that is
+open, and how a unit is gathered and freed in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from zero_fn.tiers.offloaded_state import OffloadedState
 from zero_fn.transport.agree import Unions
 from zero_fn.transport.line import Line
 from zero_fn.values.assignment import Assignment
-from zero_fn.values.schedule import Action, Await, Event, Fetch, Unshard, fetch_ahead, land_ahead, prefetch
+from zero_fn.values.schedule import (
+    Action,
+    Await,
+    Event,
+    Fetch,
+    Unshard,
+    fetch_ahead,
+    land_ahead,
+    prefetch,
+)
 
 __all__ = ["PREFETCH_DEPTH", "OpenPass", "no_unit"]
 
@@ -39,12 +48,15 @@ class OpenPass:
         self.bits = Unions(transport)  # what ranks tell one another about a pass
         self.calls = Calls()
         self.accumulating = 0  # how many `accumulate` blocks are open
-        self.has_agreed = False  # on layouts and values, since the transform, or since values were loaded
+        # Whether ranks have agreed on layouts and values since the transform,
+        # or since values were loaded.
+        self.has_agreed = False
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
-        self.is_backward_open = False  # begun, and not everything is back. [Note: interrupted passes] (call.py)
+        # A backward has begun, and not everything is back. [Note: interrupted passes] (call.py)
+        self.is_backward_open = False
 
-    # -- the module -------------------------------------------------------------------------------------------------
+    # -- the module --------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit) -> None:
         """Registers a unit: a new one, or the copy of the one with its index."""
@@ -68,23 +80,30 @@ class OpenPass:
         return unit.anchor() if unit is not None else None
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
-        """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
+        """Events with gathers, and fetches from tiers, moved ahead of their uses:
+        they run beside the computation."""
         memories = {unit.index: unit.memory for unit in self.live_units()}
         events = prefetch(
-            events, depth=self.depth, stays=lambda unit: bool(memories[unit].away) and memories[unit].is_local
+            events,
+            depth=self.depth,
+            stays=lambda unit: bool(memories[unit].away) and memories[unit].is_local,
         )
         events = land_ahead(events, nbytes_of=lambda unit: memories[unit].landing_nbytes)
-        is_fetched = {unit: bool(each.away) and not each.landing_nbytes for unit, each in memories.items()}
+        is_fetched = {
+            unit: bool(each.away) and not each.landing_nbytes for unit, each in memories.items()
+        }
         return fetch_ahead(events, is_away=is_fetched.__getitem__, depth=_FETCH_DEPTH)
 
-    # -- units ------------------------------------------------------------------------------------------------------
+    # -- units -------------------------------------------------------------------------------------
 
     def do(self, action: Action) -> None:
-        """Carries out one action of a schedule, of a forward or a backward: gathers, fetches or frees a unit."""
+        """Carries out one action of a schedule, of a forward or a backward:
+        gathers, fetches or frees a unit."""
         kind, unit = type(action), self.units[action.unit]()
         assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
-            # Where whole parameters are registered for a block, forwards gather nothing; backwards of forwards before it do.
+            # Where whole parameters are registered for a block, forwards gather nothing;
+            # backwards of forwards before it do.
             if self.forward is None or unit.visible.leaves is None:
                 unit.unshard()
         elif kind is Await:
@@ -96,18 +115,26 @@ class OpenPass:
             self.reshard(unit, grad=self.forward.grad)
         elif not unit.running and unit.memory.is_transient:
             unit.reshard()
-        elif not unit.running:  # it stays gathered: only the ranks that run its next use would gather it again
+        elif not unit.running:
+            # A unit that runs stays gathered: only the ranks that run its
+            # next use would gather it again.
             unit.leave_backward()
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
-        """Frees the gathered parameters of a unit that is not running, unless they are kept until the backward (`grad`)."""
-        if unit.memory.is_transient and not unit.running and not (grad and unit.memory.reshards_after_backward):
+        """Frees the gathered parameters of a unit that is not running,
+        unless they are kept until the backward (`grad`)."""
+        if (
+            unit.memory.is_transient
+            and not unit.running
+            and not (grad and unit.memory.reshards_after_backward)
+        ):
             unit.reshard()
 
-    # -- interrupts ------------------------------------------------------------------------------------------------
+    # -- interrupts --------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Puts everything at rest if the forward that is open was interrupted. [Note: interrupted passes] (call.py)
+        """Puts everything at rest if the forward that is open was interrupted.
+        [Note: interrupted passes] (call.py)
 
         Raises:
             StateError: It is running in another thread.

@@ -1,9 +1,12 @@
-"""Passes: where one is in its schedule, the uses of units in it, and the graphs that a backward may run through.
+"""Passes: where one is in its schedule, the uses of units in it,
+and the graphs that a backward may run through.
 
-[Note: forwards that wait] After a backward every rank must remember the same uses, or the next schedule would differ between
-ranks. Which uses may still have a backward does differ: a graph may be alive on some ranks only, and nothing tells beforehand
-whether a backward will pass through a frozen use. So the message that begins a backward also carries which uses may run after
-it, or-ed over ranks, and those are kept. If every use runs now, on any rank, nothing is kept, and no rank has to read that.
+[Note: forwards that wait] After a backward every rank must remember the same uses, or the next
+schedule would differ between ranks. Which uses may still have a backward does differ: a graph may
+be alive on some ranks only, and nothing tells beforehand whether a backward will pass through a
+frozen use. So the message that begins a backward also carries which uses may run after it, or-ed
+over ranks, and those are kept. If every use runs now, on any rank, nothing is kept, and no rank has
+to read that.
 """
 
 from __future__ import annotations
@@ -34,10 +37,19 @@ from zero_fn.values.schedule import (
     points,
 )
 
-__all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Graphs", "Script", "UnitUse", "will_execute"]
+__all__ = [
+    "REDUCTIONS_UNDER_WAY",
+    "BackwardPass",
+    "ForwardPass",
+    "Graphs",
+    "Script",
+    "UnitUse",
+    "will_execute",
+]
 
 REDUCTIONS_UNDER_WAY = 1
-_REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
+# Forwards whose backward never came are forgotten beyond this number, the same on every rank.
+_REMEMBERED_USES = 4096
 
 will_execute = torch._C._will_engine_execute_node
 
@@ -45,7 +57,17 @@ will_execute = torch._C._will_engine_execute_node
 class UnitUse:
     """One forward of a unit."""
 
-    __slots__ = ("__weakref__", "entry", "generation", "has_arrived", "has_graph", "key", "node", "reads", "unit")
+    __slots__ = (
+        "__weakref__",
+        "entry",
+        "generation",
+        "has_arrived",
+        "has_graph",
+        "key",
+        "node",
+        "reads",
+        "unit",
+    )
     is_read = False
 
     def __init__(self, unit: Unit, number: int, entry: object = None) -> None:
@@ -57,7 +79,8 @@ class UnitUse:
         self.node: weakref.ref[Any] | None = None
         self.has_graph = False  # whether a backward may pass through it
         self.reads: tuple[ReadUse, ...]  # of other units by its forward, if any; not set else
-        # Whether the running backward has computed all its gradients, or has passed it if it has none to compute.
+        # Whether the running backward has computed all its gradients,
+        # or has passed it if it has none to compute.
         self.has_arrived = False
 
     @property
@@ -70,7 +93,8 @@ class UnitUse:
 
     @property
     def may_run_later(self) -> bool:
-        """Whether a later backward may pass through it, although the running one retains no graph."""
+        """Whether a later backward may pass through it, although the
+        running one retains no graph."""
         if self.node is None:
             return self.has_graph and not self.has_arrived
         node = self.node()
@@ -78,9 +102,11 @@ class UnitUse:
 
     @property
     def is_passed_only(self) -> bool:
-        """Whether a backward may pass through it without computing a gradient of its parameters on this rank.
+        """Whether a backward may pass through it without computing a gradient of
+        its parameters on this rank.
 
-        They are frozen, or this rank used only parameters of its modules that are tied to those of other units.
+        They are frozen, or this rank used only parameters of its modules that are
+        tied to those of other units.
         """
         if self.has_arrived or not self.has_graph:
             return False
@@ -93,7 +119,8 @@ class UnitUse:
 
 
 class ReadUse(UnitUse):
-    """A use of a unit by another: the forward of `reader` reads its weights by name. (weight_reads.py)"""
+    """A use of a unit by another: the forward of `reader` reads its
+    weights by name. (weight_reads.py)"""
 
     __slots__ = ("reader", "tensors")
     is_read = True
@@ -102,14 +129,20 @@ class ReadUse(UnitUse):
         super().__init__(unit, number, reader.entry)
         self.reader = weakref.proxy(reader)
         self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
-        reader.reads = (*getattr(reader, "reads", ()), self)  # its graph holds this, which may have no node
+        # The reader's graph holds this use, which may have no node of its own.
+        reader.reads = (*getattr(reader, "reads", ()), self)
 
 
 class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit."""
 
     def __init__(
-        self, begun_at: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
+        self,
+        begun_at: tuple[int, str],
+        schedule: tuple[Point, ...] | None,
+        offsets: dict[int, int],
+        *,
+        grad: bool,
     ) -> None:
         self.begun_at = begun_at  # the unit and the method
         self.grad = grad  # whether it records a graph
@@ -123,13 +156,17 @@ class ForwardPass:
         self._counts: dict[int, int] = {}
 
     def next_number(self, unit: int) -> int:
-        """The number of the next use of a unit, counted over all passes whose backward is still to come."""
+        """The number of the next use of a unit, counted over all passes
+        whose backward is still to come."""
         number = self._counts.get(unit, self._offsets.get(unit, 0))
         self._counts[unit] = number + 1
         return number
 
     def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Point | None:
-        """Records a bracket. Returns it with the actions around it; None once the pass has left the schedule."""
+        """Records a bracket.
+
+        Returns it with the actions around it; None once the pass has left the schedule.
+        """
         key, points, at = use.key, self._points, self._at
         bracket: Enter | Exit | None = None
         if points is not None:
@@ -138,7 +175,8 @@ class ForwardPass:
             if point is None or type(point.bracket) is not kind or point.bracket.use != relative:
                 self._points = None
             elif relative == key:
-                bracket = point.bracket  # the same object in each pass: traces that are equal are found to be at once
+                # The same object in each pass: traces that are equal are found to be at once.
+                bracket = point.bracket
         if bracket is None:
             bracket = kind(key)
         self.trace.append(bracket)
@@ -190,7 +228,8 @@ class ForwardPass:
 
 
 class Script:
-    """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too."""
+    """The schedule of a backward, and the uses it was made from:
+    the next backward through the same uses follows it, too."""
 
     def __init__(
         self,
@@ -199,22 +238,34 @@ class Script:
         *,
         ahead: Callable[[tuple[Event, ...]], tuple[Event, ...]],
     ) -> None:
-        """Makes the schedule of a backward through the forwards of `trace`, in which the gradients of the units `reduced` are
-        reduced. `ahead` moves gathers ahead of their uses."""
+        """Makes the schedule of a backward through the forwards of `trace`, in which the gradients
+        of the units `reduced` are reduced.
+
+        `ahead` moves gathers ahead of their uses.
+        """
         self._made_from = (trace, reduced)
-        events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
+        events = ahead(
+            backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__)
+        )
         events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
         self.events = events
-        # What comes before the first wait is done at once, on every rank: a rank may reach another unit first.
+        # What comes before the first wait is done at once, on every rank:
+        # a rank may reach another unit first.
         begun = next((at for at, event in enumerate(events) if isinstance(event, Await)), 0)
         self.first = actions(events[:begun])
         self.points = points(events[begun:])
         self.enters = {
-            point.bracket.use: at for at, point in enumerate(self.points) if isinstance(point.bracket, Enter)
+            point.bracket.use: at
+            for at, point in enumerate(self.points)
+            if isinstance(point.bracket, Enter)
         }
         # Units with several uses, the same on every rank.
         units = [use.unit for use in self.enters]
-        self.repeated = {unit for unit in units if units.count(unit) > 1} if len(set(units)) < len(units) else set()
+        self.repeated = (
+            {unit for unit in units if units.count(unit) > 1}
+            if len(set(units)) < len(units)
+            else set()
+        )
 
     def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
         """Whether a backward through these brackets has the same schedule."""
@@ -235,20 +286,24 @@ class BackwardPass:
         keeps_graph: bool,
         entered: Iterable[Use] = (),
     ) -> None:
-        self.script, self.ending = script, ending
+        self.script = script
+        self.ending = ending
         self.reductions: list[tuple[Unit, Reduction]] = []  # under way, oldest first
         self.recomputed: list[UnitUse] = []  # uses that checkpoints ran again inside it
         self.closing = False  # whether autograd has run all nodes, so that nothing more arrives
         self.failed = False  # whether it has raised
-        self.waiting = waiting  # the uses that a later backward may pass through, the same on every rank
-        self.keeps_graph = keeps_graph  # whether the graph may have another backward (`retain_graph=True`)
+        # The uses that a later backward may pass through, the same on every rank.
+        self.waiting = waiting
+        # Whether the graph may have another backward (`retain_graph=True`).
+        self.keeps_graph = keeps_graph
         self._at = 0  # the point of the schedule that comes next
         self._awaited = awaited  # the uses whose gradients arrive on this rank
         self._passed_only = passed_only  # those that are passed without gradients of their own
         self._entered = set(entered)
         self._arrived: set[Use] = set()
         self._entered_to = -1  # the last point of the schedule that enters a use which was reached
-        self._reached_to = -1  # the same, of uses that backward itself has reached, not only a recomputation
+        # The same, of uses that the backward itself has reached, not only a recomputation.
+        self._reached_to = -1
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
@@ -258,10 +313,12 @@ class BackwardPass:
         return use in self.script.enters
 
     def enter(self, unit: int, use: Use | None, *, recomputes: bool) -> Use | None:
-        """Backward, or a recomputation, has reached a use of a unit; if `use` is None the next one, which is returned.
+        """Backward, or a recomputation, has reached a use of a unit;
+        if `use` is None the next one, which is returned.
 
-        [Note: recomputation is ahead] A checkpoint around several units enters them in the order of the forward: first the
-        unit that backward needs last. So that a use was entered does not mean that backward has passed those before it.
+        [Note: recomputation is ahead] A checkpoint around several units enters them in the order of
+        the forward: first the unit that backward needs last. So that a use was entered does not
+        mean that backward has passed those before it.
         """
         use = use or self._next_use(unit)
         if use is not None:
@@ -275,7 +332,11 @@ class BackwardPass:
 
     def _next_use(self, unit: int) -> Use | None:
         for _, bracket, _ in self.script.points[self._at :]:
-            if isinstance(bracket, Exit) and bracket.use.unit == unit and bracket.use not in self._entered:
+            if (
+                isinstance(bracket, Exit)
+                and bracket.use.unit == unit
+                and bracket.use not in self._entered
+            ):
                 return bracket.use
         return None
 
@@ -293,7 +354,9 @@ class BackwardPass:
                 if use in self._passed_only:
                     waits = self._may_still_pass(use, is_enter=is_enter)
                 else:
-                    waits = use in self._awaited and use not in (self._entered if is_enter else self._arrived)
+                    waits = use in self._awaited and use not in (
+                        self._entered if is_enter else self._arrived
+                    )
                 if not waits:
                     break
                 yield None
@@ -302,12 +365,14 @@ class BackwardPass:
             yield from after
 
     def _may_still_pass(self, use: Use, *, is_enter: bool) -> bool:
-        """Whether backward may still come to the next point, of a use without gradients of its own."""
-        # A use before one that was reached was passed itself, or never will be. [Note: recomputation is ahead]
+        """Whether backward may still come to the next point,
+        of a use without gradients of its own."""
+        # A use before one that was reached was passed itself, or never will be.
+        # [Note: recomputation is ahead]
         if is_enter:
             return use not in self._entered and self._at > self._entered_to
-        # Ranks with gradients know when a use was passed. After an error, count the last use reached as passed, as they
-        # do: they have issued its reduction, and wait for this rank.
+        # Ranks with gradients know when a use was passed. After an error, count the last use
+        # reached as passed, as they do: they have issued its reduction, and wait for this rank.
         return (self.script.enters[use] if self.failed else self._at) > self._reached_to
 
 
@@ -317,7 +382,8 @@ class Graphs:
     def __init__(self) -> None:
         self.trace: list[Enter | Exit] = []  # of the forwards
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # a use is alive as long as its graph
-        self._retained: set[Use] = set()  # uses whose backward has run and may run again (`retain_graph=True`)
+        # Uses whose backward has run and may run again (`retain_graph=True`).
+        self._retained: set[Use] = set()
 
     def add(self, forward: ForwardPass) -> None:
         """Remembers a forward, if it recorded a graph."""
@@ -332,7 +398,9 @@ class Graphs:
 
     def uses_of(self, unit: int) -> list[UnitUse]:
         """The uses of a unit whose graph is there."""
-        return [use for key in self._uses if key.unit == unit and (use := self.use(key)) is not None]
+        return [
+            use for key in self._uses if key.unit == unit and (use := self.use(key)) is not None
+        ]
 
     def entered(self) -> list[Use]:
         """All uses, in the order of the forwards."""
@@ -353,11 +421,14 @@ class Graphs:
         offsets: dict[int, int] = {}
         for bracket in self.trace:
             if isinstance(bracket, Enter):
-                offsets[bracket.use.unit] = max(offsets.get(bracket.use.unit, 0), bracket.use.number + 1)
+                offsets[bracket.use.unit] = max(
+                    offsets.get(bracket.use.unit, 0), bracket.use.number + 1
+                )
         return offsets
 
     def leave(self, backward: BackwardPass) -> None:
-        """A backward has ended: uses that it did not pass through, or retained, wait for a backward of their own.
+        """A backward has ended: uses that it did not pass through, or retained,
+        wait for a backward of their own.
 
         [Note: forwards that wait]
         """
@@ -380,4 +451,6 @@ class Graphs:
 
     def forget(self) -> None:
         """Forgets all graphs: no backward can come."""
-        self.trace, self._uses, self._retained = [], {}, set()
+        self.trace = []
+        self._uses = {}
+        self._retained = set()

@@ -3,11 +3,13 @@
                 hop over axis 2            hop over axis 1
     rest (S,S) ------------> inner (R,S) ------------> whole (R,R)
 
-A *hop* is one cut by one axis, and its inverse: an all-gather of the parameter one way, a reduce-scatter of its gradient the
-other way. A *path* is the hops of one parameter. The axis that cuts first comes first: the one that shards most, and of
-equals the innermost of the mesh. One axis makes a path of one hop; HSDP and hpZ make a path of two.
+A *hop* is one cut by one axis, and its inverse: an all-gather of the parameter one way, a
+reduce-scatter of its gradient the other way. A *path* is the hops of one parameter. The axis that
+cuts first comes first: the one that shards most, and of equals the innermost of the mesh. One axis
+makes a path of one hop; HSDP and hpZ make a path of two.
 
-Where an axis does not cut a parameter, the hop over it moves no parameter, and gradients are summed over it all the same.
+Where an axis does not cut a parameter, the hop over it moves no parameter,
+and gradients are summed over it all the same.
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ class Hop:
 
     @property
     def piece_numel(self) -> int:
-        """Elements of the largest piece when a gradient is reduced: a shard, or an even part where nothing is cut."""
+        """Elements of the largest piece when a gradient is reduced: a shard,
+        or an even part where nothing is cut."""
         return self.piece_of(self.numel)
 
     def piece_of(self, numel: int, row_numel: int = 1) -> int:
-        """Elements of the largest piece of so many, in whole rows: a shard, or an even part where nothing is cut."""
+        """Elements of the largest piece of so many, in whole rows: a shard,
+        or an even part where nothing is cut."""
         if self.layout is not None:
             return self.layout.shard_numel
         return -(-(numel // row_numel) // self.axis.size) * row_numel
@@ -62,7 +66,9 @@ class Path:
 
     shape: tuple[int, ...]  # of the whole parameter on this rank of its model axes
     stride: tuple[int, ...]
-    cut: Cut | None  # the dims in the order in memory, and the axes that cut the first of them; None if no axis cuts
+    # The dims in the order in memory, and the axes that cut the first of them;
+    # None if no axis cuts.
+    cut: Cut | None
     hops: tuple[Hop, ...]  # one for each data axis that its gradients are summed over
 
     @cached_property
@@ -72,7 +78,8 @@ class Path:
 
     @cached_property
     def layout(self) -> ShardLayout | None:
-        """How the first axis cuts it; None where it rests replicated, by its home or because it has no rows."""
+        """How the first axis cuts it; None where it rests replicated,
+        by its home or because it has no rows."""
         return self.hops[0].layout if self.hops else None
 
     @cached_property
@@ -113,7 +120,9 @@ class Path:
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part at rest."""
-        return self.inner_shape if self.sublayout is None else self.sublayout.local_shape(self.hops[1].axis.rank)
+        if self.sublayout is None:
+            return self.inner_shape
+        return self.sublayout.local_shape(self.hops[1].axis.rank)
 
     @cached_property
     def local_stride(self) -> tuple[int, ...]:
@@ -128,7 +137,8 @@ class Path:
 
     @cached_property
     def inner_start(self) -> int:
-        """The first element of this rank's part at rest, within its flat and padded part on the first axis."""
+        """The first element of this rank's part at rest, within its flat and
+        padded part on the first axis."""
         if self.sublayout is None:
             return 0
         return self.sublayout.owned_rows(self.hops[1].axis.rank)[0] * self.sublayout.row_numel
@@ -136,7 +146,9 @@ class Path:
     @cached_property
     def start(self) -> int:
         """The first element of this rank's part at rest, within the flat and padded whole."""
-        return (self.rank * self.layout.shard_numel if self.layout is not None else 0) + self.inner_start
+        return (
+            self.rank * self.layout.shard_numel if self.layout is not None else 0
+        ) + self.inner_start
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -155,13 +167,18 @@ class Path:
 
     @cached_property
     def row_numel(self) -> int:
-        """Elements of a row, of which no part is ever alone on a rank; 0 if it travels as it is. (zero_fn.values.wire)"""
+        """Elements of a row, of which no part is ever alone on a rank;
+        0 if it travels as it is. (zero_fn.values.wire)"""
         if not is_shardable(self.shape):
             return 0
-        order = self.cut.order if self.cut is not None else shard_layout(self.shape, self.stride, 1).order
+        order = (
+            self.cut.order
+            if self.cut is not None
+            else shard_layout(self.shape, self.stride, 1).order
+        )
         return row_numel(self.shape, order)
 
-    # -- gradients --------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     @cached_property
     def keeps_whole_gradient(self) -> bool:
@@ -170,7 +187,8 @@ class Path:
 
     @cached_property
     def is_reduced_at_once(self) -> bool:
-        """Whether the gradient is at rest after the reduce-scatter alone: it is sharded, or there is no other rank."""
+        """Whether the gradient is at rest after the reduce-scatter alone:
+        it is sharded, or there is no other rank."""
         return self.layout is not None or self.size == 1
 
     @cached_property
@@ -185,25 +203,31 @@ class Path:
 
     @cached_property
     def gradient_room(self) -> int:
-        """Elements of gradient memory with padding: as many as the rank with the largest part needs."""
+        """Elements of gradient memory with padding: as many as the rank
+        with the largest part needs."""
         if self.keeps_whole_gradient:
             return self.piece_numel * self.size
         return self.sublayout.shard_numel if self.sublayout is not None else self.piece_numel
 
     def rows_of(self, grad: Tensor) -> Tensor:
-        """A whole gradient permuted so that its pieces are cut along the first dim; copied only where it must be."""
+        """A whole gradient permuted so that its pieces are cut along the first dim;
+        copied only where it must be."""
         if self.layout is not None:
             return grad if self.is_in_order else grad.permute(self.layout.order)
         if grad.stride() != self.stride:
-            grad = torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            laid = grad.new_empty_strided(self.shape, self.stride)
+            grad = laid.copy_(grad)
         return grad.as_strided((self.numel,), (1,))
 
     def contribution(self, rows: Tensor, out: Tensor, sum_dtype: torch.dtype) -> Contribution:
-        """The result of `rows_of`, as collectives take it. The mean of this rank's piece goes to `out`."""
+        """The result of `rows_of`, as collectives take it.
+
+        The mean of this rank's piece goes to `out`.
+        """
         piece_rows = self.layout.shard_rows if self.layout is not None else self.piece_numel
         return Contribution(rows, piece_rows, out, sum_dtype, *self.way)
 
-    # -- views ------------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def whole_view(self, flat: Tensor) -> Tensor:
         """The whole parameter on a flat range in storage order."""
@@ -214,14 +238,17 @@ class Path:
         return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
 
     def flat_of(self, local: Tensor) -> Tensor:
-        """What this rank holds, flat in storage order: a view, or a copy if it lies in another order."""
+        """What this rank holds, flat in storage order: a view,
+        or a copy if it lies in another order."""
         return flat_in(local, self.local_stride)
 
     def owned(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
         if self.layout is None:
             return whole
-        return self.owned_of_inner(whole.narrow(self.layout.dim, *self.layout.owned_rows(self.rank)))
+        return self.owned_of_inner(
+            whole.narrow(self.layout.dim, *self.layout.owned_rows(self.rank))
+        )
 
     def owned_of_inner(self, part: Tensor) -> Tensor:
         """This rank's part of its part on the first axis, as a view."""
@@ -229,12 +256,15 @@ class Path:
             return part
         return part.narrow(self.sublayout.dim, *self.sublayout.owned_rows(self.hops[1].axis.rank))
 
-    # -- travel -----------------------------------------------------------------------------------------------------
+    # -- travel ------------------------------------------------------------------------------------
 
     @cached_property
     def route(self) -> Route:
         """Its hops, as collectives take them."""
-        return [(hop.number, hop.layout.shard_numel if hop.layout is not None else None) for hop in self.hops]
+        return [
+            (hop.number, hop.layout.shard_numel if hop.layout is not None else None)
+            for hop in self.hops
+        ]
 
     @cached_property
     def way(self) -> tuple[int, Route]:
@@ -242,7 +272,8 @@ class Path:
         return (self.hops[0].number, self.route[1:]) if self.hops else (0, ())
 
     def around(self, own: Tensor, dtype: torch.dtype, device: torch.device) -> Segment:
-        """New memory for the whole tensor, with this rank's part, which is `own`; as collectives take it."""
+        """New memory for the whole tensor, with this rank's part,
+        which is `own`; as collectives take it."""
         whole = own.new_empty(self.padded_numel, dtype=dtype, device=device)
         whole.narrow(0, self.start, self.local_numel).copy_(own)
         return self.segment(whole)
@@ -262,14 +293,22 @@ def path_of(
     is_cuttable: bool,
     before: Path | None,
 ) -> Path:
-    """The path of a parameter over the data axes of a module. Its shape and strides are those on this rank of its `model`
-    axes; `stages` is how much of its state each data axis shards. Over the axes of its path `before`, by earlier transforms,
-    it stays cut along the same dim."""
+    """The path of a parameter over the data axes of a module.
+
+    Its shape and strides are those on this rank of its `model` axes; `stages` is how much of its
+    state each data axis shards. Over the axes of its path `before`, by earlier transforms, it stays
+    cut along the same dim.
+    """
     cut: Cut | None = None
     if is_cuttable:
         cut = grid.cut(shape if model is None else _largest(model), stride, model, stages)
         axes = () if cut is None else tuple(grid.axes[number] for number in cut.axes)
-        if cut is not None and before is not None and before.cut is not None and before.axes == axes:
+        if (
+            cut is not None
+            and before is not None
+            and before.cut is not None
+            and before.axes == axes
+        ):
             cut = Cut(before.cut.order, cut.axes)
     hops: list[Hop] = []
     left = tuple(shape)

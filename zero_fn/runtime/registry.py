@@ -1,4 +1,5 @@
-"""What a transformed model has: its units, the modules at which they are entered, and the runs of these."""
+"""What a transformed model has: its units, the modules at which they are entered,
+and the runs of these."""
 
 from __future__ import annotations
 
@@ -12,17 +13,34 @@ from zero_fn.runtime.entry_point import EntryPoint, Method
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.unit import Unit
 
-__all__ = ["entry_points_below", "methods_of", "require_idle", "runs_of", "units_of", "with_parameters"]
+__all__ = [
+    "entry_points_below",
+    "methods_of",
+    "require_idle",
+    "runs_of",
+    "units_of",
+    "with_parameters",
+]
 
 
 def entry_points_below(module: nn.Module) -> list[tuple[str, EntryPoint]]:
-    """The entry points at a module and below it, with module names: two at an anchor with a parameter of another unit."""
-    return [(name, entry) for name, child in module.named_modules() for entry in child.__dict__.get(ENTRY_POINTS, ())]
+    """The entry points at a module and below it, with module names:
+    two at an anchor with a parameter of another unit."""
+    return [
+        (name, entry)
+        for name, child in module.named_modules()
+        for entry in child.__dict__.get(ENTRY_POINTS, ())
+    ]
 
 
 def methods_of(module: nn.Module) -> list[Method]:
     """All methods below a module that enter a unit."""
-    return [value for child in module.modules() for value in child.__dict__.values() if isinstance(value, Method)]
+    return [
+        value
+        for child in module.modules()
+        for value in child.__dict__.values()
+        if isinstance(value, Method)
+    ]
 
 
 def units_of(module: nn.Module) -> list[Unit]:
@@ -48,7 +66,8 @@ def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
             raise StateError(
                 f"{verb} was given a module that no transform returned.",
                 module=type(module).__name__,
-                fix=f"transform it before you call {verb}: model = zf.shard_params(model, mesh['dp'])",
+                fix=f"transform it before you call {verb}: "
+                "model = zf.shard_params(model, mesh['dp'])",
             )
         runs.update((id(unit.run), run_of(unit)) for unit in units)
     return list(runs.values())
@@ -58,7 +77,8 @@ def require_idle(units: Iterable[Unit], verb: str) -> None:
     """Puts units at rest whose last pass raised, and refuses units in use.
 
     Raises:
-        StateError: A forward runs, gradients wait to be reduced, or an `accumulate` or `unsharded` block is open.
+        StateError: A forward runs, gradients wait to be reduced,
+            or an `accumulate` or `unsharded` block is open.
     """
     for unit in units:
         run_of(unit).recover()

@@ -2,8 +2,9 @@
 
 References are weak: they keep no parameter alive. Nothing is written on the tensors of the user.
 
-[Note: no weak references to DTensors] `Module.to` swaps parameters that are DTensors, and torch does not swap a tensor that
-has weak references. So the slot stands for a new parameter, and the local tensor for one that was replaced.
+[Note: no weak references to DTensors] `Module.to` swaps parameters that are DTensors, and torch
+does not swap a tensor that has weak references. So the slot stands for a new parameter, and the
+local tensor for one that was replaced.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ class Replacement:
     def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
         self.fqn = fqn
         self.site = site  # the transform, and the place from which it was called
-        self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(slot_of(parameter) or parameter)
+        self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(
+            slot_of(parameter) or parameter
+        )
 
     def parameter(self) -> nn.Parameter | None:
         """The parameter that took its place; None if that is gone."""
         successor = self._successor()
-        return successor if successor is None or isinstance(successor, Tensor) else successor.parameter
+        if successor is None or isinstance(successor, Tensor):
+            return successor
+        return successor.parameter
 
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -47,9 +52,9 @@ def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:
 def replacement_of(parameter: object) -> Replacement | None:
     """The replacement of a parameter; None if it was not replaced."""
     entry = _replaced.get(id(parameter))
-    return (
-        entry[1] if entry is not None and isinstance(parameter, Tensor) and entry[0]() is _anchor(parameter) else None
-    )
+    if entry is not None and isinstance(parameter, Tensor) and entry[0]() is _anchor(parameter):
+        return entry[1]
+    return None
 
 
 def _anchor(parameter: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Parameters that are changed at rest while a forward of their model is open, as momentum encoders are (MoCo, ALBEF, BLIP).
+"""Parameters that are changed at rest while a forward of their model is open,
+as momentum encoders are (MoCo, ALBEF, BLIP).
 
-What was gathered before such a change is out of date. A unit that does not run is gathered anew when it is entered. For one
-that runs, the changed parameters are gathered at once, into the tensors that its modules see. All ranks make the same
-changes, as ever.
+What was gathered before such a change is out of date. A unit that does not run is gathered anew
+when it is entered. For one that runs, the changed parameters are gathered at once, into the tensors
+that its modules see. All ranks make the same changes, as ever.
 
-[Note: who writes] torch counts changes of a DTensor, but none by `_foreach_` operations or through `.data`. So while a
-forward is open, DTensor has another table of handlers, in which each operation that writes has ours. Outside forwards,
-optimizers write at no cost.
+[Note: who writes] torch counts changes of a DTensor, but none by `_foreach_` operations or through
+`.data`. So while a forward is open, DTensor has another table of handlers, in which each operation
+that writes has ours. Outside forwards, optimizers write at no cost.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ __all__ = ["copy_handlers", "note_edited", "watch_edits"]
 
 _dispatcher: Any = DTensor._op_dispatcher
 _stock: dict[Any, Callable[..., object]] = _dispatcher._custom_op_handlers
-_watching: dict[Any, Callable[..., object]] = {}  # the same, with ours for operations that write. [Note: who writes]
-_open: dict[object, Callable[[Iterable[Slot]], object]] = {}  # who watches, and what is told to each beside
+# The same, with our handlers for operations that write. [Note: who writes]
+_watching: dict[Any, Callable[..., object]] = {}
+# Who watches, and the function that each is told by.
+_open: dict[object, Callable[[Iterable[Slot]], object]] = {}
 
 
-def watch_edits(watcher: object, *, is_open: bool, tell: Callable[[Iterable[Slot]], object] = tuple) -> None:
-    """To be called when a forward, or another watcher, has begun, and when it has ended. `tell` is called with what was
-    written."""
+def watch_edits(
+    watcher: object, *, is_open: bool, tell: Callable[[Iterable[Slot]], object] = tuple
+) -> None:
+    """To be called when a forward, or another watcher, has begun, and when it has ended.
+
+    `tell` is called with what was written.
+    """
     if is_open:
         _open[watcher] = tell
         _dispatcher._custom_op_handlers = _watching or _made()
@@ -56,7 +63,8 @@ def note_edited(slots: Iterable[Slot]) -> None:
 
 
 def _by_unit(slots: Iterable[Slot]) -> dict[Unit, list[Slot]]:
-    """Parameters by their units, without those of units whose parameters a block of the user has whole."""
+    """Parameters by their units, without those of units whose parameters a
+    block of the user has whole."""
     found: dict[Unit, list[Slot]] = {}
     for slot in slots:
         unit = unit_of(slot)
@@ -73,7 +81,10 @@ def _let_go(changed: dict[Unit, list[Slot]]) -> None:
 
 
 def _show_again(changed: dict[Unit, list[Slot]]) -> None:
-    """Writes parameters of units that run into the tensors that their modules see. Communicates an all-gather each; waits."""
+    """Writes parameters of units that run into the tensors that their modules see.
+
+    Communicates an all-gather each; waits.
+    """
     with torch.inference_mode(False), torch.no_grad():
         for unit, slots in changed.items():
             if not unit.running:
@@ -81,7 +92,8 @@ def _show_again(changed: dict[Unit, list[Slot]]) -> None:
             for slot, whole in zip(slots, unit.memory.wholes(slots), strict=True):
                 unit.gather.outdate()
                 if (seen := slot.places[0].seen) is not None:
-                    local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
+                    # `.data`, because this is no change that the forward has made.
+                    local_of(seen).data.copy_(whole)
 
 
 def _made() -> dict[Any, Callable[..., object]]:
@@ -98,10 +110,15 @@ def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
     slots: dict[Slot, None] = {}
     for arg in (*args, *kwargs.values()):
         for each in arg if isinstance(arg, list | tuple) else (arg,):
-            if id(each) in written and isinstance(each, Tensor) and (slot := slot_on(each)) is not None:
+            if (
+                id(each) in written
+                and isinstance(each, Tensor)
+                and (slot := slot_on(each)) is not None
+            ):
                 slots[slot] = None
     changed = _by_unit(slots)
-    # Before: an all-gather under way reads this memory, and some end with a copy of what they have read to the same place.
+    # Before: an all-gather under way reads this memory,
+    # and some end with a copy of what they have read to the same place.
     _let_go(changed)
     _dispatcher._custom_op_handlers = _stock
     try:

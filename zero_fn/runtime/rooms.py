@@ -1,4 +1,5 @@
-"""Rooms: where the parameters of a group lie in memory of this rank, at each spot of their way up."""
+"""Rooms: where the parameters of a group lie in memory of this rank,
+at each spot of their way up."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Room:
     memory: Tensor  # flat
     starts: Mapping[Slot, int]  # the first element of each parameter, of bytes if it holds codes
     hops: slice  # of the paths: those whose all-gathers complete what is here
-    coded: ParameterKind | None = None  # whose format says how many bytes elements take; None: it has elements
+    # The kind whose format says how many bytes elements take; None: the room has elements.
+    coded: ParameterKind | None = None
 
     @property
     def is_inner(self) -> bool:
@@ -43,21 +45,31 @@ class Room:
     def own(self, slot: Slot) -> Tensor:
         """What of it this rank has at rest."""
         path = slot.path
-        return self._range(slot, path.inner_start if self.is_inner else path.start, path.local_numel)
+        return self._range(
+            slot, path.inner_start if self.is_inner else path.start, path.local_numel
+        )
 
     def inner(self, slot: Slot) -> Tensor:
         """What of a whole parameter this rank has on the first axis."""
         path = slot.path
         return self._range(slot, path.start - path.inner_start, path.inner_numel)
 
-    def segments(self, slots: Sequence[Slot], sources: Sequence[Tensor | None]) -> Iterator[Segment]:
-        """What all-gathers complete here. `sources`: where this rank's parts are read; None: here."""
+    def segments(
+        self, slots: Sequence[Slot], sources: Sequence[Tensor | None]
+    ) -> Iterator[Segment]:
+        """What all-gathers complete here.
+
+        `sources`: where this rank's parts are read; None: here.
+        """
         for slot, source in zip(slots, sources, strict=True):
             path, count = slot.path, self._count(slot.path)
-            (axis, piece_numel), *later = [(axis, n and count(n)) for axis, n in path.route[self.hops]]
+            route = [(axis, n and count(n)) for axis, n in path.route[self.hops]]
+            (axis, piece_numel), *later = route
             numel = count(path.inner_numel if self.is_inner else path.numel)
             start = self.starts[slot]
-            yield Segment(self.memory, numel, piece_numel or 0, axis, later, start=start, source=source)
+            yield Segment(
+                self.memory, numel, piece_numel or 0, axis, later, start=start, source=source
+            )
 
     def _range(self, slot: Slot, start: int, numel: int) -> Tensor:
         count = self._count(slot.path)
@@ -69,7 +81,8 @@ class Room:
 
 
 def whole_room(group: Group) -> Room:
-    """Where whole parameters of a group lie for a gather: memory that they were read into, or that of its buffer."""
+    """Where whole parameters of a group lie for a gather:
+    memory that they were read into, or that of its buffer."""
     return Room(group.memory_for_whole(), group.starts, _ALL if group.inner is None else _FIRST)
 
 

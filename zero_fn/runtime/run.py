@@ -1,5 +1,9 @@
-"""One transformed module while it runs. It is one object in four files, each on top of the one before: what its passes share
-(open_pass.py), its backwards (backward.py), its forwards (forward.py), and here what verbs and optimizers ask of it."""
+"""One transformed module while it runs.
+
+It is one object in four files, each on top of the one before: what its passes share
+(open_pass.py), its backwards (backward.py), its forwards (forward.py), and here what verbs and
+optimizers ask of it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,13 @@ __all__ = ["Run", "run_of"]
 
 
 class Run(Forward):
-    """The running state of one transformed module, shared by its units, as verbs and optimizers see it."""
+    """The running state of one transformed module, shared by its units,
+    as verbs and optimizers see it."""
 
     def __init__(self, transport: Line, assignment: Assignment) -> None:
         super().__init__(transport, assignment)
-        self.blocks: list[UserBlock] = []  # all that are open, or were interrupted while they closed
+        # Blocks that are open, or were interrupted while they closed.
+        self.blocks: list[UserBlock] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         memo[id(self)] = twin = Run(self.transport, self.assignment)
@@ -30,7 +36,7 @@ class Run(Forward):
         twin.units = [no_unit] * len(self.units)
         return twin
 
-    # -- calls ------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def begin_outermost(self) -> None:
         """To be called when the outermost call is on its stack."""
@@ -38,27 +44,33 @@ class Run(Forward):
         if self.blocks:
             self.leave_blocks()
 
-    # -- for verbs and optimizers -----------------------------------------------------------------------------------
+    # -- for verbs and optimizers ------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Puts the module at rest if its last pass raised. Verbs call this first. Ranks that raised alike stay in step."""
+        """Puts the module at rest if its last pass raised.
+
+        Verbs call this first. Ranks that raised alike stay in step.
+        """
         self.abandon()
         self.leave_blocks()
         self.recover_raised()
 
     def note_loaded(self) -> None:
-        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
+        """Parameters were loaded: the next forward gathers them anew
+        and compares them over ranks."""
         self.recover()
-        self.has_agreed, self.is_fresh = False, True
+        self.has_agreed = False
+        self.is_fresh = True
 
     def note_optimizer_step(self) -> None:
-        """Forgets the graphs of earlier forwards: they can have no backward after an optimizer step."""
+        """Forgets the graphs of earlier forwards: they can have no
+        backward after an optimizer step."""
         self.abandon()
         self.updates += 1
         if self.backward is None and self.forward is None:
             self.graphs.forget()
 
-    # -- for blocks in which local gradients are summed over several backwards, and reduced once at the end -------------
+    # -- for blocks of several backwards, whose gradients are reduced once at the end --------------
 
     @property
     def is_accumulating(self) -> bool:
@@ -68,7 +80,8 @@ class Run(Forward):
         return self.accumulating > 0
 
     def leave_blocks(self) -> None:
-        """Closes what blocks have left open whose end was interrupted. [Note: interrupted blocks] (blocks.py)"""
+        """Closes what blocks have left open whose end was interrupted.
+        [Note: interrupted blocks] (blocks.py)"""
         still = [block for block in self.blocks if block.is_open]
         if len(still) == len(self.blocks):
             return
@@ -78,7 +91,8 @@ class Run(Forward):
             if unit in whole:
                 end_whole(unit)
         self._close(drops_sums=not accumulating)
-        self.blocks, self.accumulating = still, accumulating
+        self.blocks = still
+        self.accumulating = accumulating
 
     def _close(self, *, drops_sums: bool) -> None:
         for unit in self.live_units():
@@ -97,7 +111,10 @@ class Run(Forward):
         self.accumulating += 1
 
     def end_accumulation(self, block: UserBlock, *, failed: bool) -> None:
-        """Ends an `accumulate` block. The outermost one reduces the sums, or drops them after an exception. A collective."""
+        """Ends an `accumulate` block.
+
+        The outermost one reduces the sums, or drops them after an exception. A collective.
+        """
         self.accumulating -= 1
         if self.accumulating:
             self.blocks.remove(block)

@@ -18,16 +18,23 @@ class Settling:
     def __init__(self, bits: Unions, offloaded: OffloadedState) -> None:
         self._bits = bits
         self._offloaded = offloaded
-        self._undecided: list[tuple[Unit, Reduction]] = []  # reduced, with gradients that ranks must agree on
+        # Units that are reduced, with gradients that ranks must agree on.
+        self._undecided: list[tuple[Unit, Reduction]] = []
 
     def settle(self, unit: Unit, reduction: Reduction) -> None:
-        """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
+        """Waits for a reduction, and settles the sharded gradients that this rank contributed to:
+        these surely exist."""
         reduction.wait()
         self._undecided.append((unit, reduction))
-        settle_gradients(unit.slots, unit.memory.groups, reduction.take(reduction.local_at_once), self._offloaded)
+        settle_gradients(
+            unit.slots, unit.memory.groups, reduction.take(reduction.local_at_once), self._offloaded
+        )
 
     def decide(self) -> None:
-        """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
+        """Settles the others: replicated gradients, and those that only other ranks contributed to.
+
+        A collective.
+        """
         undecided, self._undecided = self._undecided, []
         local = [bit for _, reduction in undecided for bit in reduction.has_local]
         if not undecided:
@@ -40,9 +47,12 @@ class Settling:
         end = 0
         for unit, reduction in undecided:
             start, end = end, end + len(unit.slots)
-            late = [*map(gt, union[start:end], reduction.local_at_once)]  # some rank has one, and it is not at rest yet
+            # Gradients that some rank has, and that are not at rest yet.
+            late = [*map(gt, union[start:end], reduction.local_at_once)]
             if True in late:
-                settle_gradients(unit.slots, unit.memory.groups, reduction.take(late), self._offloaded)
+                settle_gradients(
+                    unit.slots, unit.memory.groups, reduction.take(late), self._offloaded
+                )
 
     def drop(self) -> None:
         """Forgets the reductions that are not settled, after a backward that raised."""

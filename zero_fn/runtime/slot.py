@@ -39,27 +39,33 @@ __all__ = [
     "trained",
 ]
 
-_slots: dict[
-    int, weakref.ref[Slot]
-] = {}  # by the id of the resting parameter. [Note: no weak references to DTensors] (replaced_parameters.py)
+# Slots by the id of the resting parameter. [Note: no weak references to DTensors]
+# (replaced_parameters.py)
+_slots: dict[int, weakref.ref[Slot]] = {}
 
 # By the storage of the local tensor, which views and `.data` of the parameter share.
 _on_storage: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
-_NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # of a copied slot, until it adopts its parameter
+# The parameter of a copied slot, until it adopts its own.
+_NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class Place:
-    """A module attribute that holds a parameter, and lists or dicts of that module that hold it too.
+    """A module attribute that holds a parameter, and lists or dicts of
+    that module that hold it too.
 
-    The module is held weakly: the module owns the unit, not the reverse, so that `del model` frees its memory at once.
+    The module is held weakly: the module owns the unit, not the reverse,
+    so that `del model` frees its memory at once.
     """
 
     __slots__ = ("_module", "aliases", "attribute")
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
-        self._module, self.attribute = weakref.ref(module), attribute
-        self.aliases: list[tuple[str, int | str]] = list(_aliases(module, module._parameters[attribute]))
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+        self.aliases: list[tuple[str, int | str]] = list(
+            _aliases(module, module._parameters[attribute])
+        )
 
     def twin(self, memo: dict[int, Any]) -> Place:
         """The same place in a deep-copied module."""
@@ -84,16 +90,20 @@ class Place:
         """The parameter that the module has now under this name.
 
         Raises:
-            PlacementError: The module was taken out of the model, and others that share its unit, or the parameter, were not.
+            PlacementError: The module was taken out of the model,
+                and others that share its unit, or the parameter, were not.
         """
         module = self._module()
         if module is None:
             raise PlacementError(
-                f"The module that held {self.attribute!r} was taken out of its unit, or others of it were copied without it.",
-                why="the rest of the unit is gathered, and its gradients are reduced, together with it",
-                fix="take out, or copy, whole units, or parts before the transform: units= chooses what a unit is; adapters "
-                "with modules_to_save, which PEFT copies, before the transform; in place of merge_and_unload(): "
-                "with zf.unsharded(model, writeback=True): model.merge_adapter()",
+                f"The module that held {self.attribute!r} was taken out of its unit, "
+                "or others of it were copied without it.",
+                why="the rest of the unit is gathered, and its gradients are reduced, "
+                "together with it",
+                fix="take out, or copy, whole units, or parts before the transform: units= "
+                "chooses what a unit is; adapters with modules_to_save, which PEFT copies, "
+                "before the transform; in place of merge_and_unload(): with zf.unsharded(model, "
+                "writeback=True): model.merge_adapter()",
             )
         return module._parameters.get(self.attribute)
 
@@ -116,7 +126,8 @@ class Place:
 
 
 def _aliases(module: nn.Module, parameter: nn.Parameter | None) -> Iterator[tuple[str, int | str]]:
-    """Where plain lists and dicts of a module hold its own parameter (`nn.LSTM._flat_weights` does)."""
+    """Where plain lists and dicts of a module hold its own parameter
+    (`nn.LSTM._flat_weights` does)."""
     for attribute, value in module.__dict__.items():
         if attribute.startswith(("_parameters", "_buffers", "_modules", "_non_persistent")):
             continue
@@ -130,14 +141,21 @@ class Slot:
     """One distinct parameter of a unit."""
 
     def __init__(
-        self, fqn: str, places: list[Place], home: Home, source: Tensor, grid: Grid, stages: tuple[Stage, ...]
+        self,
+        fqn: str,
+        places: list[Place],
+        home: Home,
+        source: Tensor,
+        grid: Grid,
+        stages: tuple[Stage, ...],
     ) -> None:
         self.fqn = fqn  # its first name
         self.places = places  # all modules that hold it, and under which names
         self.home = home
         self._grid = grid
         self.full_shape = tuple(source.shape)  # on all ranks of all axes
-        self.model: DTensorSpec | None = model_of(source)  # its placements on model axes; None if it has none
+        # Placements of the parameter on model axes; None if it has none.
+        self.model: DTensorSpec | None = model_of(source)
         known = slot_of(source)
         self.path: Path = path_of(
             grid,
@@ -145,27 +163,32 @@ class Slot:
             known.path.stride if known is not None else tuple(local_of(source).stride()),
             self.model,
             stages,
-            # torch's optimizers update a complex parameter through view_as_real, which loses the writes to a sharded DTensor
-            # (Adam, 2.13), so complex parameters rest replicated.
+            # torch's optimizers update a complex parameter through view_as_real, which loses the
+            # writes to a sharded DTensor (Adam, 2.13), so complex parameters rest replicated.
             is_cuttable=not source.dtype.is_complex,
             before=known.path if known is not None else None,
         )
         self.is_frozen = not source.requires_grad  # when it was transformed
         self.kind: ParameterKind  # what it has in common with the others of its group
-        self.spec: DTensorSpec | None = None  # placements of parameter and gradient at rest; None on no axis
+        # Placements of parameter and gradient at rest; None on no axis.
+        self.spec: DTensorSpec | None = None
         self.gradient_spec: DTensorSpec | None = None
         self.is_recast = False  # its dtype at rest has changed since the transform
         # A digest of the whole values, equal on all ranks; None once they were replaced.
         self.initial: int | None = None
-        # How its tensor subclass makes what the module sees; None of plain tensors. (fsdp_extensions.py)
-        self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
+        # How its tensor subclass makes what the module sees;
+        # None of plain tensors. (fsdp_extensions.py)
+        self.extension: Any = (
+            known.extension if known is not None else getattr(source, EXTENSION, None)
+        )
         self.owner: Callable[[], Any] = _no_owner
         # The last backward (graph task) that is to ignore the user's hooks. (gradient_hooks.py)
         self.deferred_in: int | None = None
         self.parameter: nn.Parameter  # the registered resting one
         self.local: Tensor  # of this rank in that
         self.flat: Tensor  # the same elements, flat, in storage order
-        self.gradient_place: TierTensor | None = None  # where its gradient rests, if that is in another tier
+        # Where its gradient rests, if that is in another tier.
+        self.gradient_place: TierTensor | None = None
 
     def join(self, kind: ParameterKind) -> None:
         """Makes it a parameter of this kind: sets its placements."""
@@ -175,7 +198,9 @@ class Slot:
         if self.model is not None:
             shape, stride = self.full_shape, self.full_stride
             self.model_spec = spec_on(self.model, shape, stride, kind.compute_dtype)
-        self.spec = self.gradient_spec = self._grid.spec(self.model, self.path.cut, shape, stride, kind.dtype)
+        self.spec = self.gradient_spec = self._grid.spec(
+            self.model, self.path.cut, shape, stride, kind.dtype
+        )
         if self.spec is not None and kind.gradient_dtype != kind.dtype:
             self.gradient_spec = spec_on(self.spec, shape, stride, kind.gradient_dtype)
 
@@ -203,10 +228,13 @@ class Slot:
 
     def adopt(self, parameter: nn.Parameter, flat: Tensor) -> None:
         """Makes `parameter` the resting parameter. `flat` is its memory on this rank."""
-        self.parameter, self.flat = parameter, flat
+        self.parameter = parameter
+        self.flat = flat
         self.local = local_of(parameter)
         if self.kind.gradient_dtype != self.dtype:
-            parameter.grad_dtype = None  # any: torch.distributed.checkpoint assigns zeros of the dtype of the parameter
+            # Gradients of any dtype: torch.distributed.checkpoint assigns
+            # zeros of that of the parameter.
+            parameter.grad_dtype = None
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
         if type(self.local) is Tensor:
@@ -231,7 +259,8 @@ class Slot:
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype
 
     def owned_of_source(self, source: Tensor) -> Tensor | None:
-        """This rank's part of `source`, which this slot replaces; None if that is in the hands of other ranks."""
+        """This rank's part of `source`, which this slot replaces;
+        None if that is in the hands of other ranks."""
         known, local = slot_of(source), in_memory(local_of(source))
         if known is None or known.path.cut is None:
             return self.path.owned(local)
@@ -287,7 +316,8 @@ def mesh_of(parameter: Tensor) -> DeviceMesh | None:
 
 
 def meshes_of(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    """The meshes on which resting parameters lie, those of one rank left out: whose ranks hold them, or other shards."""
+    """The meshes on which resting parameters lie, those of one rank left out:
+    whose ranks hold them, or other shards."""
     meshes = (mesh_of(each) for each in parameters if slot_of(each) is not None)
     return list(dict.fromkeys(mesh for mesh in meshes if mesh is not None and mesh.size() > 1))
 
@@ -314,7 +344,8 @@ def trained(slots: Sequence[Slot]) -> list[bool]:
 
 
 def model_of(source: Tensor) -> DTensorSpec | None:
-    """The placements of a parameter on model axes: those of a DTensor that no transform made, or those its slot remembers."""
+    """The placements of a parameter on model axes: those of a DTensor that no transform made,
+    or those its slot remembers."""
     known = slot_of(source)
     if known is not None:
         return known.model

@@ -27,18 +27,23 @@ from zero_fn.transport.trip import Trip
 __all__ = ["Sums", "reduced"]
 
 _Send = tuple[Line, Any, list[int]]
-"""A line along one axis, the plan of its reduce-scatter, and the numbers of the rows that it sums."""
+"""A line along one axis, the plan of its reduce-scatter,
+and the numbers of the rows that it sums."""
 
 
 class Sums:
     """The moves of contributions that travel as they are."""
 
-    def __init__(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor], line: Line) -> None:
+    def __init__(
+        self, contributions: Sequence[Contribution], buffers: Sequence[Tensor], line: Line
+    ) -> None:
         rooms = list(buffers)
         heads: list[Contribution] = []
         later: list[Contribution] = []
-        self._means: list[tuple[BufferPlace, int]] = []  # along one axis, and how many ranks hold parts of it
-        # What the second axis does not cut: the number of the axis, and elements of the largest part.
+        # Buffers that become means along one axis, and how many ranks hold parts of each.
+        self._means: list[tuple[BufferPlace, int]] = []
+        # What the second axis does not cut: the number of the axis,
+        # and elements of the largest part.
         self._shared: list[tuple[BufferPlace, int, int]] = []
         for each in contributions:
             first, total = line.along(each.axis), each.out
@@ -64,7 +69,11 @@ class Sums:
         self._totals = [BufferPlace(each.rows, rooms) for each in later]
         self._hops: list[list[_Send]] = [
             [
-                (line.along(axis), line.along(axis).reduce_plan([hop[at] for at in chosen], rooms), chosen)
+                (
+                    line.along(axis),
+                    line.along(axis).reduce_plan([hop[at] for at in chosen], rooms),
+                    chosen,
+                )
                 for axis, chosen in alike([each.axis for each in hop])
             ]
             for hop in (heads, later)
@@ -76,17 +85,24 @@ class Sums:
 
     def rooms(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """These buffers, and memory for what is between the axes."""
-        fresh = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype, device in self._between]
+        fresh = [
+            torch.empty(numel, dtype=dtype, device=device) for numel, dtype, device in self._between
+        ]
         return [*buffers, *fresh]
 
-    def begin(self, number: int, rows: Sequence[Tensor], rooms: Sequence[Tensor], what: str) -> list[Work]:
-        """Begins the reduce-scatters along the first or the second axis; `rows` are the addends of the first."""
+    def begin(
+        self, number: int, rows: Sequence[Tensor], rooms: Sequence[Tensor], what: str
+    ) -> list[Work]:
+        """Begins the reduce-scatters along the first or the second axis;
+        `rows` are the addends of the first."""
         if number:
             for place, ranks in self._means:
                 place.of(rooms).div_(ranks)
             rows = [place.of(rooms) for place in self._totals]
         return [
-            line.reduce_scatter(plan, rows if len(chosen) == len(rows) else [rows[at] for at in chosen], rooms, what)
+            line.reduce_scatter(
+                plan, rows if len(chosen) == len(rows) else [rows[at] for at in chosen], rooms, what
+            )
             for line, plan, chosen in self._hops[number]
         ]
 

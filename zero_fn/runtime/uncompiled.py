@@ -1,10 +1,11 @@
 """Functions that `torch.compile` runs as they are.
 
-[Note: what is compiled] Gathering, freeing and reducing follow a schedule and wait for other ranks, which no graph can hold.
-So the compiler breaks its graph where a unit is entered, runs this package's part in plain Python, and goes on with the
-module's own forward, which it compiles with everything inside the unit. A graph that must not break (`fullgraph=True`)
-can hold the inside of one unit and not several: the compiler refuses it with the words below.
-`torch.compiler.disable` would do the same, but imports the compiler, which takes longer than importing all of zero_fn.
+[Note: what is compiled] Gathering, freeing and reducing follow a schedule and wait for other ranks,
+which no graph can hold. So the compiler breaks its graph where a unit is entered, runs this
+package's part in plain Python, and goes on with the module's own forward, which it compiles with
+everything inside the unit. A graph that must not break (`fullgraph=True`) can hold the inside of
+one unit and not several: the compiler refuses it with the words below. `torch.compiler.disable`
+would do the same, but imports the compiler, which takes longer than importing all of zero_fn.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ __all__ = ["left_alone", "uncompiled"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WHY = (
-    "zero_fn gathers a unit here, which breaks the graph: torch.compile(model) without fullgraph=True, "
-    "or block.compile() for each block"
+    "zero_fn gathers a unit here, which breaks the graph: "
+    "torch.compile(model) without fullgraph=True, or block.compile() for each block"
 )
 
 _SKIP, _AS_USUAL = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT

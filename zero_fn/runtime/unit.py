@@ -2,15 +2,16 @@
 
 What a rank holds for each parameter, by home, for `numel` elements over `n` ranks:
 
-    home       at rest                       in flight                     gradient after backward
-    NOTHING    whole                         the same memory               whole
-    OPTIMIZER  a view of the kept buffer     kept buffer, whole            a view of a whole gradient buffer
-    GRADS      a view of the kept buffer     kept buffer, whole            a shard
-    PARAMS     a shard                       whole, freed between uses     a shard
+    home       at rest                    in flight                  gradient after backward
+    NOTHING    whole                      the same memory            whole
+    OPTIMIZER  a view of the kept buffer  kept buffer, whole         a view of a whole buffer
+    GRADS      a view of the kept buffer  kept buffer, whole         a shard
+    PARAMS     a shard                    whole, freed between uses  a shard
 
-Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests in a buffer of its
-own and the kept buffer has the compute dtype. Parameters that rest in another tier are gathered into a buffer that is freed
-between uses, at every stage: keeping it would keep the parameters in memory.
+Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests
+in a buffer of its own and the kept buffer has the compute dtype. Parameters that rest in another
+tier are gathered into a buffer that is freed between uses, at every stage: keeping it would keep
+the parameters in memory.
 """
 
 from __future__ import annotations
@@ -41,18 +42,25 @@ class Unit:
         self.name = name  # that of the anchor, "" at the root
         self.index = index  # its number in schedules, the same on every rank
         self.run = run  # the `Run` that holds it (run.py)
-        self.generation = 0  # counts optimizer steps: a gradient computed with older parameters is refused
-        self.running = 0  # how many of its forwards are running: more than one when a module calls itself
+        # Counts optimizer steps: a gradient computed with older parameters is refused.
+        self.generation = 0
+        # How many of its forwards are running: more than one when a module calls itself.
+        self.running = 0
         # The `ReadUse` by which a forward of another unit reads its weights now. (weight_reads.py)
         self.read: Any = None
         self.anchor: Callable[[], nn.Module | None] = _no_anchor  # weakly
-        # Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
+        # Modules below the anchor whose hooks of ours are taken out while the unit runs,
+        # weakly. (call_hooks.py)
         self.inner: list[weakref.ref[nn.Module]] = []
 
     def hold(self, slots: Sequence[Slot]) -> None:
-        """Gives the unit its parameters, which have no memory yet. To be called before anything else."""
+        """Gives the unit its parameters, which have no memory yet.
+
+        To be called before anything else.
+        """
         run, self.slots = self.run, slots  # in registration order
-        # Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
+        # Whether any gathered parameter is a DTensor, as it lies on model
+        # axes (tensor parallelism), too.
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.memory = Memory(str(self), slots, run.transport, run.offloaded, self)
         self.gather = Gather(self.memory)
@@ -63,23 +71,27 @@ class Unit:
         run.adopt(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        for slot in self.slots:  # a copy of a parameter has no gradient: torch says so, and forgets it for DTensors
+        # A copy of a parameter has no gradient: torch says so, and forgets it for DTensors.
+        for slot in self.slots:
             grad, slot.parameter.grad = slot.parameter.grad, None
             copy.deepcopy(slot.parameter, memo).grad = None
             slot.parameter.grad = grad
-        # The copied modules may still be under construction: the twin finds its parameters at its first `follow_moved`.
+        # The copied modules may still be under construction:
+        # the twin finds its parameters at its first `follow_moved`.
         memo[id(self)] = twin = Unit(self.name, self.index, copy.deepcopy(self.run, memo))
         twin.hold([slot.twin(memo) for slot in self.slots])
         twin.memory.is_evicted = self.memory.is_evicted
         return twin
 
-    # -- at rest ----------------------------------------------------------------------------------------------------
+    # -- at rest -----------------------------------------------------------------------------------
 
     def follow_moved(self) -> None:
-        """Follows parameters that `.to`, `to_empty`, `deepcopy`, `.data =` or `load_state_dict(assign=True)` moved elsewhere.
+        """Follows parameters that `.to`, `to_empty`, `deepcopy`, `.data =` or
+        `load_state_dict(assign=True)` moved elsewhere.
 
         Raises:
-            StateError: The parameters are evicted, or `functional_call` has put other tensors in their place.
+            StateError: The parameters are evicted, or `functional_call` has put
+                other tensors in their place.
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
         if self.visible.leaves is not None or moved_memory.is_current(self.memory):
@@ -98,10 +110,13 @@ class Unit:
         self.memory.vacate()
         self.gather.forget()
 
-    # -- gathered ---------------------------------------------------------------------------------------------------
+    # -- gathered ----------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already."""
+        """Issues the all-gather; `await_gathered` waits for it.
+
+        Does nothing if it was issued already.
+        """
         gather = self.gather
         if self.memory.is_moved:
             self.follow_moved()
@@ -112,7 +127,8 @@ class Unit:
         """Waits for the all-gather that `unshard` issued.
 
         Raises:
-            StorageError: On every rank, if the tier of resting parameters failed on any. The unit is at rest then.
+            StorageError: On every rank, if the tier of resting parameters failed on any.
+                The unit is at rest then.
         """
         gather = self.gather
         if gather.pending is not None:
@@ -123,7 +139,10 @@ class Unit:
             raise failure
 
     def require_gathered(self) -> None:
-        """Gathers the parameters and waits for them, unless they are there. Raises as `await_gathered` does."""
+        """Gathers the parameters and waits for them, unless they are there.
+
+        Raises as `await_gathered` does.
+        """
         gather = self.gather
         if gather.level < gather.top or gather.pending is not None or gather.failure is not None:
             self.unshard()
@@ -137,12 +156,14 @@ class Unit:
             self.gather.free()
 
     def mark_stale(self) -> None:
-        """Marks everything that was gathered as out of date: the resting parameters may have changed."""
+        """Marks everything that was gathered as out of date:
+        the resting parameters may have changed."""
         self.reshard()
         self.gather.outdate()
 
     def start_over(self) -> None:
-        """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (call.py)"""
+        """Puts the unit at rest, whatever an interrupted pass has done to it.
+        [Note: interrupted passes] (call.py)"""
         self.running = 0
         self.read = None
         put_hooks_inside(self.inner)
@@ -159,17 +180,19 @@ class Unit:
         return gather.whole.buffers[group]
 
     def leave_backward(self) -> None:
-        """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
+        """Hides the gathered parameters that backward has shown to modules,
+        and refuses changes to them."""
         if (seen := self.visible.in_backward) is not None:
             self.visible.leave_backward()
             if self.gather.level == self.gather.top and self.visible.leaves is None:
                 self.visible.require_unchanged(self.name, seen.tensors)
 
-    # -- what it is -------------------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
+        """Whether a forward of the unit runs, a block of the user has its parameters whole,
+        or gradients wait."""
         return self.running > 0 or self.visible.leaves is not None or self.gradients.has_pending()
 
     def modules(self) -> list[nn.Module]:
@@ -179,7 +202,8 @@ class Unit:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the modules of the parameters were taken out of the model, and nobody holds them."""
+        """Whether the modules of the parameters were taken out of the model,
+        and nobody holds them."""
         if not self.slots or not self.slots[0].places[0].is_gone:  # each forward asks
             return False
         return all(place.is_gone for slot in self.slots for place in slot.places)

@@ -1,10 +1,12 @@
 """What modules see under the names of a unit's parameters, besides the registered resting ones.
 
-[Note: names] A tensor in the `__dict__` of a module hides the registered parameter of the same name, which stays registered.
+[Note: names] A tensor in the `__dict__` of a module hides the registered parameter of the same
+name, which stays registered.
 
-[Note: changed values] An embedding with `max_norm`, a clamp, or a codebook with running means changes its parameters in a
-forward. A forward computes with copies of its parameters, which are dropped. So a change of one is refused, at every stage,
-when the forward ends: torch counts changes in place. It counts none through `.data`, which are lost (docs/limits.md).
+[Note: changed values] An embedding with `max_norm`, a clamp, or a codebook with running means
+changes its parameters in a forward. A forward computes with copies of its parameters, which are
+dropped. So a change of one is refused, at every stage, when the forward ends: torch counts changes
+in place. It counts none through `.data`, which are lost (docs/limits.md).
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ _version = attrgetter("_version")
 
 @dataclass(slots=True)
 class VisibleInBackward:
-    """What modules see from the moment at which backward reaches a unit until the unit is resharded."""
+    """What modules see from the moment at which backward reaches a unit
+    until the unit is resharded."""
 
     tensors: list[Tensor]
     entry: object  # at which the forward began
     task: int  # the backward that needs them: its graph task
     is_left: bool = (
-        False  # a backward nested in that one has run the unit's nodes: resharded once the outer one goes on
+        # A backward nested in the open one has run the unit's nodes:
+        # resharded once the outer one goes on.
+        False
     )
 
 
@@ -56,15 +61,22 @@ class VisibleParameters:
             (reference, [name for name, _ in names], [slots[i] for _, i in names])
             for reference, names in self._by_module
         ]
-        self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
-        # Whole parameters that are registered in place of the resting ones, in a block that gathers once.
+        self._aliased = [
+            (place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases
+        ]
+        # Whole parameters that are registered in place of the resting ones,
+        # in a block that gathers once.
         self.leaves: list[nn.Parameter] | None = None
-        self.last_entry: Callable[[], object] = _no_entry  # at which the last forward with gradients began, weakly
+        # The entry point at which the last forward with gradients began, weakly.
+        self.last_entry: Callable[[], object] = _no_entry
         self.in_backward: VisibleInBackward | None = None  # while backward is in the unit
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
-        """Lets modules see `tensors`, one for each parameter. Modules that are gone see nothing: a graph may outlive them."""
+        """Lets modules see `tensors`, one for each parameter.
+
+        Modules that are gone see nothing: a graph may outlive them.
+        """
         for reference, names in self._by_module:
             module = reference()
             if module is not None:
@@ -76,14 +88,18 @@ class VisibleParameters:
 
     @uncompiled
     def hide(self) -> None:
-        """Undoes `show`. While backward is in the unit, modules see the tensors of `show_in_backward` again."""
+        """Undoes `show`.
+
+        While backward is in the unit, modules see the tensors of `show_in_backward` again.
+        """
         if self.in_backward is not None:
             self.show(self.in_backward.tensors)
         else:
             self._show_registered()
 
     def show_in_backward(self, tensors: list[Tensor], entry: object) -> None:
-        """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `entry`."""
+        """Lets modules see `tensors` until `leave_backward`,
+        in the backward of a forward that began at `entry`."""
         self.in_backward = VisibleInBackward(tensors, entry, current_graph_task())
         self.show(tensors)
 
@@ -116,10 +132,11 @@ class VisibleParameters:
 
     @uncompiled
     def require_unchanged(self, unit: str, tensors: Sequence[Tensor]) -> None:
-        """Refuses in-place changes of the tensors that modules saw under the names of parameters. [Note: changed values]
+        """Refuses in-place changes of the tensors that modules saw under the names of parameters.
+        [Note: changed values]
 
-        The whole parameters that a block has registered may be changed: they are the user's. Others had version 0 when the
-        pass began.
+        The whole parameters that a block has registered may be changed: they are the user's. Others
+        had version 0 when the pass began.
 
         Raises:
             PlacementError: One was changed in place.
@@ -136,9 +153,11 @@ class VisibleParameters:
                 f"The forward changed {slot.fqn!r} in place.",
                 parameter=slot,
                 unit=unit or "root",
-                why="a forward computes with a copy, on each rank another: the change would be lost, or differ between ranks",
-                fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); keep running means in a buffer; "
-                "instead of max_norm: with zf.unsharded(model, writeback=True), torch.no_grad(): weight.renorm_(2, 0, 1.0)",
+                why="a forward computes with a copy, on each rank another: "
+                "the change would be lost, or differ between ranks",
+                fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); keep "
+                "running means in a buffer; instead of max_norm: with zf.unsharded(model, "
+                "writeback=True), torch.no_grad(): weight.renorm_(2, 0, 1.0)",
             )
 
 

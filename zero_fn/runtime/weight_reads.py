@@ -1,13 +1,17 @@
 """Weights of one unit that the forward of another reads under their names: `self.lm_head.weight`.
 
-A loss in chunks multiplies by the weight of a head that is a unit of its own; a decoder looks up the
+A loss in chunks multiplies by the weight of a head that is a unit of its own;
+a decoder looks up the
 table of its encoder. Nobody calls the module that holds the weight, so no hook tells of it. But
 `module.weight` ends in `module._parameters["weight"]`, unless a gathered tensor hides it. So
 `_parameters` of a transformed module is a `Parameters`, which enters the unit then.
 
-[Note: how long it stays whole] The unit is left when the call ends whose forward has read the weight,
-or when its own module is called. So a loss in any number of chunks gathers it once. Every rank reads it
-or none does, as every rank calls the same units. Backward gathers it where the schedule says, whether or
+[Note: how long it stays whole] The unit is left when the call ends whose
+forward has read the weight,
+or when its own module is called. So a loss in any number of chunks gathers it once.
+Every rank reads it
+or none does, as every rank calls the same units. Backward gathers it where
+the schedule says, whether or
 not this rank has used it: one rank may have no chunk at all.
 """
 
@@ -65,9 +69,11 @@ class Parameters(dict[str, nn.Parameter | None]):
 
 @uncompiled
 def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> Any:
-    """What `module.name` is: whole inside a forward that may read it, else the registered parameter.
+    """What `module.name` is: whole inside a forward that may read it,
+    else the registered parameter.
 
-    `functional_call` and others take what is registered out of `_parameters` and put it back: they get that.
+    `functional_call` and others take what is registered out of `_parameters`
+    and put it back: they get that.
     """
     found = _place_of(module, name) if "__getattr__" in sys._getframe(2).f_code.co_name else None
     if found is None:
@@ -94,7 +100,9 @@ def _place_of(module: nn.Module | None, name: str) -> tuple[Unit, Slot] | None:
         unit: Unit = entry.unit
         if run_of(unit).calls.forward or run_of(unit).is_backward_open:
             for slot in unit.slots:
-                if any(place._module() is module and place.attribute == name for place in slot.places):
+                if any(
+                    place._module() is module and place.attribute == name for place in slot.places
+                ):
                     return unit, slot
     return None
 

@@ -1,14 +1,16 @@
-"""Blocks in which the parameters of a unit are whole, plain leaves: gathered once, and registered in place of the resting
-ones.
+"""Blocks in which the parameters of a unit are whole, plain leaves: gathered once, and registered
+in place of the resting ones.
 
-In a block that trains (`accumulate(unshard=True)`) their gradients are reduced once, too. Whatever autograd does with the
-leaves of a plain module works on them: many forwards before the first backward of a pipeline, weight gradients that
-zero-bubble schedules take with `torch.autograd.grad`, `.grad` that is divided in place. While the block lasts, whole
-parameters and whole gradients take the memory that they take under data parallelism without ZeRO.
+In a block that trains (`accumulate(unshard=True)`) their gradients are reduced once, too. Whatever
+autograd does with the leaves of a plain module works on them: many forwards before the first
+backward of a pipeline, weight gradients that zero-bubble schedules take with `torch.autograd.grad`,
+`.grad` that is divided in place. While the block lasts, whole parameters and whole gradients take
+the memory that they take under data parallelism without ZeRO.
 
-A parameter that computes in another dtype stays a leaf in the dtype at rest, and each forward casts it. So gradients are
-summed in the dtype at rest, whoever sums them. Once backward has reached the outputs of a forward, modules see the casts of
-that forward until the backward ends: a checkpoint inside the unit computes with them again.
+A parameter that computes in another dtype stays a leaf in the dtype at rest, and each forward casts
+it. So gradients are summed in the dtype at rest, whoever sums them. Once backward has reached the
+outputs of a forward, modules see the casts of that forward until the backward ends: a checkpoint
+inside the unit computes with them again.
 """
 
 from __future__ import annotations
@@ -31,18 +33,28 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 
-__all__ = ["begin_whole", "end_whole", "local_gradients", "register_resting", "see_leaves", "show_in_backward"]
+__all__ = [
+    "begin_whole",
+    "end_whole",
+    "local_gradients",
+    "register_resting",
+    "see_leaves",
+    "show_in_backward",
+]
 
 
 def begin_whole(units: Sequence[Unit]) -> None:
-    """Registers whole parameters in place of the resting ones: plain, or on the model axes where they were placed.
+    """Registers whole parameters in place of the resting ones: plain,
+    or on the model axes where they were placed.
 
     Communicates: one all-gather for each unit, all issued before the first is waited for.
     """
     gathering = [unit.memory.issue_wholes() for unit in units]
     for unit, (wholes, pending) in zip(units, gathering, strict=True):
         pending.wait()
-        unit.visible.leaves = [_registered(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)]
+        unit.visible.leaves = [
+            _registered(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)
+        ]
 
 
 def _registered(slot: Slot, whole: Tensor) -> nn.Parameter:
@@ -80,8 +92,8 @@ def local_gradients(unit: Unit, leaves: Sequence[Tensor]) -> list[Tensor | None]
 
 
 def see_leaves(unit: Unit) -> list[Tensor]:
-    """The leaves as a forward sees them, in the compute dtype; or the tensors that `functional_call` has put in their
-    place."""
+    """The leaves as a forward sees them, in the compute dtype; or the tensors that
+    `functional_call` has put in their place."""
     assert unit.visible.leaves is not None
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
@@ -93,7 +105,8 @@ def see_leaves(unit: Unit) -> list[Tensor]:
             raise PlacementError(
                 f"{slot.fqn!r} is tied, and its places were given different tensors.",
                 parameter=slot,
-                fix="functional_call(model, values, args) with one name of the tie, and tie_weights=True",
+                fix="functional_call(model, values, args) with one name of the tie, "
+                "and tie_weights=True",
             )
         assert value is not None
         found.append(in_compute_dtype(slot, value))
@@ -101,7 +114,8 @@ def see_leaves(unit: Unit) -> list[Tensor]:
 
 
 def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor]) -> None:
-    """Once backward has reached an output of a forward of the unit, lets modules see the tensors that the forward saw."""
+    """Once backward has reached an output of a forward of the unit,
+    lets modules see the tensors that the forward saw."""
     assert unit.visible.leaves is not None
     if all(map(is_, tensors, unit.visible.leaves)):
         return
@@ -119,7 +133,8 @@ def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> Non
         def end() -> None:
             leave()
 
-        leave = weakref.finalize(end, _hide, unit)  # if the backward raises, `end` is dropped, and this finalizer runs
+        # If the backward raises, `end` is dropped, and this finalizer runs.
+        leave = weakref.finalize(end, _hide, unit)
         Variable._execution_engine.queue_callback(end)
 
 

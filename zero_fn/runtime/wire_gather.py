@@ -54,7 +54,9 @@ class WireGather:
         # All codes, and the rows that they are decoded into.
         self._all: list[tuple[Tensor, Tensor, Records]] = []
         self._numbers: list[int] = []  # of these parameters in records of a tier
-        decoded = next(rooms[leg.target] for leg in kind.up if leg.source is Spot.CODES and leg.hop is None)
+        decoded = next(
+            rooms[leg.target] for leg in kind.up if leg.source is Spot.CODES and leg.hop is None
+        )
         # [Note: a part in codes]
         self._keeps_codes = Spot.INNER in rooms and rooms[Spot.INNER].coded is not None
         coded = rooms[Spot.INNER if self._keeps_codes else Spot.CODES]
@@ -131,12 +133,16 @@ def require_held(group: Group) -> None:
         LayoutError: Differences were asked for, and no rank keeps any.
     """
     kind = group.kind
-    if kind.gather is not None and kind.gather.is_difference and not (kind.is_kept or kind.inner is not None):
+    if (
+        kind.gather is not None
+        and kind.gather.is_difference
+        and not (kind.is_kept or kind.inner is not None)
+    ):
         raise LayoutError(
             "No rank keeps the parameters to which differences could be added.",
             parameter=group.slots[0],
             gather=kind.gather,
             why="they are freed after each use, or rest in another tier",
-            fix="gather=zf.int8(); or shard_grads in place of shard_params; or over two axes shard_params inside a node "
-            "and shard_grads between nodes; in memory of the device",
+            fix="gather=zf.int8(); or shard_grads in place of shard_params; or over two axes "
+            "shard_params inside a node and shard_grads between nodes; in memory of the device",
         )

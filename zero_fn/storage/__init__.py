@@ -1,9 +1,12 @@
 """Memory and files in which training state rests off the device.
 
-host_memory     how much memory this process may still take; ranges of exact size, aligned to pages, pinned where they can be
+host_memory     how much memory this process may still take; ranges of exact size,
+                aligned to pages, pinned where they can be
 files           unnamed files of reserved size, and the stripes of a range over several
-io              reads and writes of a file, in blocks that have a checksum; threads do them where `uring` (io_uring) may not
-tier_storage    room for the tensors of a module on the host or on disks, and the staging buffers on the way to a disk
+io              reads and writes of a file, in blocks that have a checksum;
+                threads do them where `uring` (io_uring) may not
+tier_storage    room for the tensors of a module on the host or on disks,
+                and the staging buffers on the way to a disk
 store           room for byte strings on a tier, and the buffers through which they come and go
 pool            memory of large buffers, used again by the next buffer of the size
 """

@@ -1,5 +1,8 @@
-"""Files on disks, of reserved size and without names: no other process can open one, and the kernel frees it when the process
-ends. One range of bytes lies in several files that are read and written at once, as RAID-0 does, in stripes of 2 MiB:
+"""Files on disks, of reserved size and without names: no other process can open one, and the kernel
+frees it when the process ends.
+
+One range of bytes lies in several files that are read and written at once,
+as RAID-0 does, in stripes of 2 MiB:
 
     bytes       |- stripe 0 -|- stripe 1 -|- stripe 2 -|- stripe 3 -|- 4 -|
     disk 0      |- stripe 0 -|- stripe 2 -|- 4 -|
@@ -24,7 +27,16 @@ from zero_fn.errors import StorageError
 from zero_fn.storage.host_memory import too_small
 from zero_fn.values.tiers import bytes_text
 
-__all__ = ["FULL", "STRIPE_NBYTES", "Extent", "SpillFile", "error_text", "extents_of", "opened", "share_of"]
+__all__ = [
+    "FULL",
+    "STRIPE_NBYTES",
+    "Extent",
+    "SpillFile",
+    "error_text",
+    "extents_of",
+    "opened",
+    "share_of",
+]
 
 STRIPE_NBYTES = 2 << 20
 
@@ -84,15 +96,25 @@ class SpillFile:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if most == resource.RLIM_INFINITY:
             return self.nbytes, f"{error.strerror}: this file system takes no file so large"
-        return min(free_nbytes, most), f"{error.strerror}: the limit of the process on the size of a file (ulimit -f)"
+        return min(
+            free_nbytes, most
+        ), f"{error.strerror}: the limit of the process on the size of a file (ulimit -f)"
 
 
 def _not_made(path: str, what: str, error: OSError) -> StorageError:
     fix = "give a folder that exists and can be written, on a local disk: zf.nvme('/local_nvme')"
     bound = {}
     if error.errno == errno.EMFILE:
-        bound = {"bound": f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files of the process (ulimit -n)"}
-        fix = "ulimit -n 4096 before the program, or close files that it holds open (ls -l /proc/PID/fd)"
+        bound = {
+            "bound": (
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files "
+                "of the process (ulimit -n)"
+            )
+        }
+        fix = (
+            "ulimit -n 4096 before the program, "
+            "or close files that it holds open (ls -l /proc/PID/fd)"
+        )
     return StorageError(
         f"No file can be made in {path!r}.",
         path=os.path.abspath(path),
@@ -117,16 +139,16 @@ def _allocate(fd: int, begin: int, end: int) -> None:
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise
-    # A file system that cannot reserve (NFS before 4.2, ext2, some of FUSE), or macOS: writing zeros takes the room. The C
-    # library would write single bytes, which direct I/O refuses.
+    # A file system that cannot reserve (NFS before 4.2, ext2, some of FUSE), or macOS: writing
+    # zeros takes the room. The C library would write single bytes, which direct I/O refuses.
     with mmap.mmap(-1, min(end - begin, _ZEROS_NBYTES)) as zeros, memoryview(zeros) as view:
         while begin < end:
             begin += os.pwrite(fd, view[: end - begin], begin)
 
 
 def opened(open_with: Callable[[int], int]) -> tuple[int, bool]:
-    """Opens a file by a function of flags; returns whether it takes direct I/O, too, which some file systems in memory do
-    not."""
+    """Opens a file by a function of flags; returns whether it takes direct I/O, too, which some
+    file systems in memory do not."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return open_with(direct), bool(direct)
@@ -145,7 +167,8 @@ def _unnamed(path: str, flags: int) -> int:
             # A file system without unnamed files, or a kernel that takes the flag for O_DIRECTORY.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS):
                 raise
-    made, name = tempfile.mkstemp(prefix=".zero_fn.", dir=path)  # a name no other job has, mode 0600
+    # A name that no other job has; mode 0600.
+    made, name = tempfile.mkstemp(prefix=".zero_fn.", dir=path)
     try:
         return os.open(name, flags)
     finally:
@@ -163,7 +186,8 @@ class Extent(NamedTuple):
 
 
 def extents_of(begin: int, nbytes: int, disks: int, largest_nbytes: int) -> Iterator[Extent]:
-    """A range of bytes, cut where it continues on another disk or would be longer than `largest_nbytes`."""
+    """A range of bytes, cut where it continues on another disk or would be
+    longer than `largest_nbytes`."""
     start = 0
     while start < nbytes:
         left = min(nbytes - start, largest_nbytes)

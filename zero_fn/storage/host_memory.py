@@ -1,11 +1,14 @@
-"""Host memory: how much of it the process may still take, and ranges of exact size, of which tensors are views.
+"""Host memory: how much of it the process may still take,
+and ranges of exact size, of which tensors are views.
 
-The memory is anonymous and aligned to pages, so that direct I/O can use it, and it is registered with the accelerator as a
-whole: pools that allocate pinned memory round every tensor up to a power of two, which costs up to half of it.
+The memory is anonymous and aligned to pages, so that direct I/O can use it, and it is registered
+with the accelerator as a whole: pools that allocate pinned memory round every tensor up to a power
+of two, which costs up to half of it.
 
-[Note: huge pages] A direct read into pages of 4 KiB pays for each page. With pages of 2 MiB (`MADV_HUGEPAGE`) direct reads
-and writes were 1.5 times as fast. But beside a full page cache the system has to move other pages to make room for a huge
-one: the first touch of 400 MB took 1.0 to 1.8 s, and 0.3 to 0.6 s with small pages.
+[Note: huge pages] A direct read into pages of 4 KiB pays for each page. With pages of 2 MiB
+(`MADV_HUGEPAGE`) direct reads and writes were 1.5 times as fast. But beside a full page cache the
+system has to move other pages to make room for a huge one: the first touch of 400 MB took 1.0 to
+1.8 s, and 0.3 to 0.6 s with small pages.
 """
 
 from __future__ import annotations
@@ -66,11 +69,15 @@ def _machine() -> Available:
     rows = (line.split() for line in _lines(Path("/proc/meminfo")))
     kilobytes = next((int(row[1]) for row in rows if row[0] == "MemAvailable:"), None)
     if kilobytes is None:  # no Linux
-        return Available(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memory of the machine")
+        return Available(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memory of the machine"
+        )
     return Available(kilobytes * 1024, "memory of the machine")
 
 
-def _cgroups(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> Iterator[Available]:
+def _cgroups(
+    process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS
+) -> Iterator[Available]:
     """What each cgroup of the process leaves, up to the root, in both versions of cgroups."""
     for line in _lines(process):
         _, controllers, path = line.split(":", 2)
@@ -121,11 +128,17 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def too_small(what: str, nbytes: int, room_nbytes: int, bound: str, *, of: str = "host memory") -> TierError:
-    """The error where `what` needs more host memory, or more room `of="disk"`, than `bound` leaves."""
+def too_small(
+    what: str, nbytes: int, room_nbytes: int, bound: str, *, of: str = "host memory"
+) -> TierError:
+    """The error where `what` needs more host memory, or more room `of="disk"`,
+    than `bound` leaves."""
     fix = "raise that bound, use more ranks, or keep the states on disk: zf.nvme('/local_nvme')"
     if of == "disk":
-        fix = "raise that bound or free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks"
+        fix = (
+            "raise that bound or free that much, choose another disk: "
+            "zf.nvme('/other_disk'), or use more ranks"
+        )
     return TierError(
         f"{what} need {bytes_text(nbytes)} of {of}, {bytes_text(room_nbytes)} can be taken.",
         needs=f"{nbytes} B",
@@ -144,7 +157,9 @@ def whole_pages(nbytes: int) -> int:
 class Slab:
     """Host memory of a fixed size."""
 
-    def __init__(self, nbytes: int, tier: Cpu, what: str, *, forked: bool = True, huge: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, tier: Cpu, what: str, *, forked: bool = True, huge: bool = True
+    ) -> None:
         """Takes the memory, zeroed."""
         self.nbytes = max(whole_pages(nbytes), PAGE_NBYTES)
         if tier.limit_nbytes is not None and self.nbytes > tier.limit_nbytes:
@@ -158,7 +173,8 @@ class Slab:
         self.memory: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)  # views keep it alive
         self.is_pinned = False
         if tier.pinned and torch.cuda.is_available():
-            self.memory.zero_()  # by all threads: the driver takes pages one by one, 2.5 times as long (H200, 16 cores)
+            # By all threads: the driver takes pages one by one, 2.5 times as long (H200, 16 cores).
+            self.memory.zero_()
             self.is_pinned = _register(mapped, self.nbytes)
 
 
@@ -186,13 +202,15 @@ class MappedMemory(mmap.mmap):
 
     unregister: Callable[[], object] | None = None
 
-    def __del__(self) -> None:  # runs before the memory is unmapped; a finalizer of `weakref` would run after
+    # This runs before the memory is unmapped; a finalizer of `weakref` would run after.
+    def __del__(self) -> None:
         if self.unregister is not None:
             self.unregister()
 
 
 def _register(mapped: MappedMemory, nbytes: int) -> bool:
-    """Pins the memory for the accelerator, through cupy, or where that is not installed through torch."""
+    """Pins the memory for the accelerator, through cupy,
+    or where that is not installed through torch."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     try:
         if importlib.util.find_spec("cupy") is not None:
@@ -209,11 +227,13 @@ def _register(mapped: MappedMemory, nbytes: int) -> bool:
             mapped.unregister = lambda: runtime.cudaHostUnregister(address)
     except Exception as error:  # the driver refuses: its own classes of errors
         warnings.warn(
-            f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); copies to the device will be slower.",
+            f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); "
+            "copies to the device will be slower.",
             RuntimeWarning,
             stacklevel=3,
         )
-        with suppress(Exception):  # the driver's error is pending: the next kernel of this thread would raise it
+        # The driver's error is pending: the next kernel of this thread would raise it.
+        with suppress(Exception):
             torch.zeros(1, device="cuda")
         return False
     return True

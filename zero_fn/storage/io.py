@@ -1,9 +1,11 @@
-"""Reads and writes of a disk: requests, what does them, and transfers in blocks that each have a checksum and a generation.
+"""Reads and writes of a disk: requests, what does them,
+and transfers in blocks that each have a checksum and a generation.
 
-Checksums are kept in memory, as the file ends with the process. A read that finds other bytes than the last write left
-raises, and says whether they are the bytes of the write before: then the disk has lost a write. The digest of a write is
-taken while the disk reads the same memory, at 12 to 37 GB/s on one core. It detects flipped bits, and sectors or words that
-are lost, stale or in the wrong place.
+Checksums are kept in memory, as the file ends with the process. A read that finds other bytes
+than the last write left raises, and says whether they are the bytes of the write before: then the
+disk has lost a write. The digest of a write is taken while the disk reads the same memory, at 12
+to 37 GB/s on one core. It detects flipped bits, and sectors or words that are lost, stale or in
+the wrong place.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from zero_fn.values import watching
 from zero_fn.values.tiers import bytes_text
 from zero_fn.values.watching import Moment
 
-__all__ = ["Block", "IoBackend", "ProcessLocal", "Request", "Threads", "Transfer", "Waited", "wait_all"]
+__all__ = [
+    "Block",
+    "IoBackend",
+    "ProcessLocal",
+    "Request",
+    "Threads",
+    "Transfer",
+    "Waited",
+    "wait_all",
+]
 
 _AGAIN = frozenset((errno.EAGAIN, errno.EINTR))
 _SECTOR_NBYTES = 4096
@@ -34,8 +45,9 @@ _THREADS = 4
 class ProcessLocal:
     """What may be used only by the process that made it.
 
-    A child shares the ring of io_uring with its parent, and has none of the parent's threads. Buffers are not copied into
-    children (`MADV_DONTFORK`), so a child that read one would be killed.
+    A child shares the ring of io_uring with its parent, and has none of the parent's
+    threads. Buffers are not copied into children (`MADV_DONTFORK`), so a child that read one
+    would be killed.
     """
 
     def __init__(self) -> None:
@@ -46,8 +58,10 @@ class ProcessLocal:
         if os.getpid() != self._pid:
             raise StorageError(
                 "A forked process used what its parent has on a disk.",
-                why="reads, writes and the memory they pass through belong to the process that began them",
-                fix="read values before the fork (a state_dict of clones), or start processes with the method 'spawn'",
+                why="reads, writes and the memory they pass through belong to "
+                "the process that began them",
+                fix="read values before the fork (a state_dict of clones), "
+                "or start processes with the method 'spawn'",
             )
 
 
@@ -61,12 +75,13 @@ class OpenFile(Protocol):
 class Request:
     """A read or write between a range of memory and a range of a file.
 
-    The kernel may do less than it was asked: after a signal, at a limit, at the end of a file. The rest is asked for again,
-    from the last whole sector on, because direct I/O begins at sectors only.
+    The kernel may do less than it was asked: after a signal, at a limit, at the end of a
+    file. The rest is asked for again, from the last whole sector on, because direct I/O
+    begins at sectors only.
 
-    The backend holds the request until it is done, and the request holds the memory. Otherwise an exception (an interrupt,
-    say) could drop whoever was to wait, and the memory would go to somebody else while a block of the file is still arriving
-    there.
+    The backend holds the request until it is done, and the request holds the memory. Otherwise an
+    exception (an interrupt, say) could drop whoever was to wait, and the memory would go to
+    somebody else while a block of the file is still arriving there.
     """
 
     __slots__ = (
@@ -85,7 +100,9 @@ class Request:
     )
 
     def __init__(self, file: OpenFile, offset: int, memory: Tensor, *, is_write: bool) -> None:
-        self.file, self.memory, self.is_write = file, memory, is_write
+        self.file = file
+        self.memory = memory
+        self.is_write = is_write
         self.begin = offset
         # What is left to do.
         self.offset = offset
@@ -131,16 +148,21 @@ class Request:
         return mine < theirs + memory.numel() and theirs < mine + self.memory.numel()
 
     def _failed(self, number: int) -> StorageError:
-        fix = "check the disk (dmesg, smartctl -a); start again from the last checkpoint, on another path"
+        fix = (
+            "check the disk (dmesg, smartctl -a); "
+            "start again from the last checkpoint, on another path"
+        )
         if number in FULL:
             fix = "free space on this file system, or choose another: zf.nvme('/other_disk')"
-        return self._error("failed", f"{errno.errorcode.get(number, number)}: {os.strerror(number)}", fix)
+        return self._error(
+            "failed", f"{errno.errorcode.get(number, number)}: {os.strerror(number)}", fix
+        )
 
     def _ended(self, done: int) -> StorageError:
         return self._error(
             "stopped short",
-            f"after {self.memory.numel() - self.nbytes + done} B the kernel does no more; the file has "
-            f"{os.fstat(self.file.fd).st_size} B",
+            f"after {self.memory.numel() - self.nbytes + done} B the kernel does no more; "
+            f"the file has {os.fstat(self.file.fd).st_size} B",
             "something cut the file, or the disk is failing: start again from the last checkpoint",
         )
 
@@ -148,14 +170,18 @@ class Request:
         return StorageError(
             f"{'Writing to' if self.is_write else 'Reading from'} {self.file.name} {how}.",
             file=self.file.name,
-            range=f"{bytes_text(self.memory.numel())} at offset {self.begin}, stopped at {self.offset}",
+            range=f"{bytes_text(self.memory.numel())} at offset {self.begin}, "
+            f"stopped at {self.offset}",
             why=why,
             fix=fix,
         )
 
 
 class IoBackend(Protocol):
-    """What hands requests to the kernel, and holds them until they are done. As text it says what it is."""
+    """What hands requests to the kernel, and holds them until they are done.
+
+    As text it says what it is.
+    """
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests; returns at once."""
@@ -170,8 +196,9 @@ class IoBackend(Protocol):
 class Threads:
     """Does requests by `os.preadv` and `os.pwritev` in a few threads.
 
-    They are as fast as io_uring while the interpreter is idle. Beside a busy main thread each request waits for the
-    interpreter, which costs up to two thirds of the speed; so they are the second choice.
+    They are as fast as io_uring while the interpreter is idle. Beside a busy main thread each
+    request waits for the interpreter, which costs up to two thirds of the speed; so they are the
+    second choice.
     """
 
     def __init__(self, count: int = _THREADS) -> None:
@@ -219,7 +246,8 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._generation = 0  # how often it was written
-        # Of the last write, and of the one before; None if one was interrupted: it has been done, or it has not.
+        # Of the last write, and of the one before; None if one was interrupted:
+        # it has been done, or it has not.
         self._digest: int | None = None
         self._before: int | None = None
 
@@ -231,7 +259,8 @@ class Block:
 
     def forget(self) -> None:
         """A write begins: until it is noted, nothing is known of what the block holds."""
-        self._before, self._digest = self._digest, None
+        self._before = self._digest
+        self._digest = None
 
     def require_undamaged(self, request: Request) -> None:
         """Compares what a request has read with what was written last."""
@@ -244,21 +273,31 @@ class Block:
             file=request.file.name,
             block=f"{self.nbytes} B at offset {request.begin}",
             expected=f"checksum {self._digest:016x} of generation {self._generation}",
-            found=f"the bytes of generation {self._generation - 1}" if is_before else f"checksum {found:016x}",
+            found=f"the bytes of generation {self._generation - 1}"
+            if is_before
+            else f"checksum {found:016x}",
             why="the disk lost a write"
             if is_before
             else "the disk, its link or memory flipped bits, or the file was written to",
-            fix="check the disk (smartctl -a) and memory; start again from the last checkpoint, on another path",
+            fix="check the disk (smartctl -a) and memory; "
+            "start again from the last checkpoint, on another path",
         )
 
 
 class Transfer(ProcessLocal):
-    """Requests under way. Whoever began them must wait before using their memory or giving it up."""
+    """Requests under way.
 
-    def __init__(self, backend: IoBackend, requests: Sequence[Request], blocks: Sequence[Block]) -> None:
+    Whoever began them must wait before using their memory or giving it up.
+    """
+
+    def __init__(
+        self, backend: IoBackend, requests: Sequence[Request], blocks: Sequence[Block]
+    ) -> None:
         """Begins requests, each for one of the blocks."""
         super().__init__()
-        self._backend, self._requests, self._blocks = backend, requests, blocks
+        self._backend = backend
+        self._requests = requests
+        self._blocks = blocks
         for request, block in zip(requests, blocks, strict=True):
             if request.is_write:
                 block.forget()
@@ -268,7 +307,10 @@ class Transfer(ProcessLocal):
                 block.note(request)
 
     def wait(self) -> None:
-        """Waits until every byte is there, and compares digests of what was read. May be called again."""
+        """Waits until every byte is there, and compares digests of what was read.
+
+        May be called again.
+        """
         if not self._requests:
             return
         self.require_own()
@@ -294,7 +336,10 @@ class Waited(Protocol):
 
 
 def wait_all(transfers: Iterable[Waited | None]) -> None:
-    """Waits for all transfers, and raises the first failure. None stands for what needed no transfer."""
+    """Waits for all transfers, and raises the first failure.
+
+    None stands for what needed no transfer.
+    """
     failure: StorageError | None = None
     for transfer in transfers:
         try:

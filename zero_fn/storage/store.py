@@ -2,7 +2,8 @@
 
 device    tensors of the device: nothing moves
 host      ranges that are used where they lie
-disk      ranges that pass through four buffers: one is in use, one or two are being filled, one or two written
+disk      ranges that pass through four buffers: one is in use,
+          one or two are being filled, one or two written
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, InMemory, Stretch, staging_form, storage_on
+from zero_fn.storage.tier_storage import (
+    BUFFERS,
+    NOTHING,
+    DiskStorage,
+    InMemory,
+    Stretch,
+    staging_form,
+    storage_on,
+)
 from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["Store", "Stored"]
@@ -28,9 +37,12 @@ class Stored:
 
 
 class Store:
-    """Room for byte strings, and their way in and out. As text it says where they rest and how they get there.
+    """Room for byte strings, and their way in and out.
 
-    Reads and writes raise `StorageError` when they are waited for, if the disk fails or does not hold what was written to it.
+    As text it says where they rest and how they get there.
+
+    Reads and writes raise `StorageError` when they are waited for, if the disk fails or does not
+    hold what was written to it.
     """
 
     def __init__(self, tier: Tier | None, what: str) -> None:
@@ -50,7 +62,9 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes taken of the tier."""
-        return self._storage.nbytes if self._storage is not None else sum(len(each.memory) for each in self._on_device)
+        if self._storage is not None:
+            return self._storage.nbytes
+        return sum(len(each.memory) for each in self._on_device)
 
     @property
     def buffers_nbytes(self) -> int:
@@ -58,7 +72,10 @@ class Store:
         return self._storage.buffers_nbytes if self._storage is not None else 0
 
     def reserve(self, members: Sequence[Stored], device: torch.device) -> None:
-        """Gives each byte string a place, one that was given up or a new one. `device` is used if the tier is the device."""
+        """Gives each byte string a place, one that was given up or a new one.
+
+        `device` is used if the tier is the device.
+        """
         new = []
         for member in members:
             free = self._free.get(member.nbytes)
@@ -89,7 +106,10 @@ class Store:
             member.place = place
 
     def free(self, member: Stored) -> None:
-        """Gives up the place of a byte string on a tier. A finalizer may call it: it waits for nothing."""
+        """Gives up the place of a byte string on a tier.
+
+        A finalizer may call it: it waits for nothing.
+        """
         self._free.setdefault(member.nbytes, []).append(member.place)
 
     def fetch(self, member: Stored) -> InMemory:

@@ -1,7 +1,9 @@
-"""Files that somebody else has written, as a tier that is only read: parameters are read where a folder of weights has them.
+"""Files that somebody else has written, as a tier that is only read:
+parameters are read where a folder of weights has them.
 
-The disk is read in whole sectors, so a range of a file comes with up to a sector before and after it. A digest is taken of
-what was read first; if later reads find other bytes, the file was written to, or the disk is failing.
+The disk is read in whole sectors, so a range of a file comes with up to a sector before and after
+it. A digest is taken of what was read first; if later reads find other bytes, the file was written
+to, or the disk is failing.
 """
 
 from __future__ import annotations
@@ -75,8 +77,11 @@ class StoredBlock(Block):
 
 
 class StoredFiles(DiskStorage):
-    """Ranges of files. The place of a range is the first byte of its memory, counted over all ranges; `nbytes` are those that
-    are read of all, in whole pages."""
+    """Ranges of files.
+
+    The place of a range is the first byte of its memory, counted over all ranges; `nbytes` are
+    those that are read of all, in whole pages.
+    """
 
     _block_type = StoredBlock
 
@@ -91,7 +96,8 @@ class StoredFiles(DiskStorage):
         return f"files in {', '.join(sorted({os.path.dirname(path) for path in self._opened}))}"
 
     def place(self, ranges: list[FileRange]) -> int:
-        """Opens the files of ranges that are read as one; they lie one after the other from the returned place on."""
+        """Opens the files of ranges that are read as one; they lie one after the
+        other from the returned place on."""
         begin = self.nbytes
         for each in ranges:
             if each.path not in self._opened:
@@ -110,13 +116,18 @@ class StoredFiles(DiskStorage):
             "A parameter was to be changed that is read in place from a file.",
             file=where,
             why="it was loaded with copy=False; the file belongs to others, and stays as it is",
-            fix="zf.load_pretrained(model, folder) without copy=False: parameters then rest in their tier; or an optimizer "
-            "of the others alone: [p for p in model.parameters() if p.requires_grad]",
+            fix="zf.load_pretrained(model, folder) without copy=False: parameters then rest in "
+            "their tier; or an optimizer of the others alone: [p for p in model.parameters() if "
+            "p.requires_grad]",
         )
 
-    def _requests(self, place: int, memory: Tensor, *, is_write: bool) -> Iterator[tuple[int, Request]]:
+    def _requests(
+        self, place: int, memory: Tensor, *, is_write: bool
+    ) -> Iterator[tuple[int, Request]]:
         part = self._ranges[place]
-        file, begin, end = self._opened[part.path], part.first - part.before, part.before + part.nbytes
+        file = self._opened[part.path]
+        begin = part.first - part.before
+        end = part.before + part.nbytes
         for start in range(0, end, BLOCK_NBYTES):
             most = min(BLOCK_NBYTES, whole_pages(end - start))
             request = Request(file, begin + start, memory[start : start + most], is_write=is_write)

@@ -1,12 +1,13 @@
 """Room on a tier, and the host memory through which its bytes pass.
 
     TierStorage     ranges of slabs, which are used where they lie
-    DiskStorage     ranges of unnamed files, one on each path; staging buffers, as large as the largest range read at once
+    DiskStorage     ranges of unnamed files, one on each path; staging buffers,
+                    as large as the largest range read at once
     Stretch         a range in memory, and the transfers under way between the two
 
-One staging buffer is enough on a CPU: a schedule fetches the next unit after the last one was copied to its gathered buffer.
-With an accelerator that copy is still under way then, so there are two. A fetch out of schedule gets memory of its own, which
-is freed after it.
+One staging buffer is enough on a CPU: a schedule fetches the next unit after the last one was
+copied to its gathered buffer. With an accelerator that copy is still under way then, so there are
+two. A fetch out of schedule gets memory of its own, which is freed after it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class TierStorage:
 
     # Whether a range is used where it lies, without transfers.
     is_addressable = True
-    # Whether reading may fail on one rank alone: it is a disk, or a step that waits is taken before.
+    # Whether reading may fail on one rank alone: it is a disk,
+    # or a step that waits is taken before.
     may_fail = False
 
     def __init__(self, tier: Tier, what: str) -> None:
@@ -110,7 +112,8 @@ class TierStorage:
         """
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
-        """Begins to read a range that was written as one; None if the memory is the range itself."""
+        """Begins to read a range that was written as one; None if
+        the memory is the range itself."""
 
     def write(self, place: int, memory: Tensor) -> Transfer | None:
         """Begins to write a range; None if the memory is the range itself.
@@ -139,7 +142,9 @@ class Stretch(InMemory):
 
     __slots__ = ("_storage", "place")
 
-    def __init__(self, storage: TierStorage, place: int, nbytes: int, memory: Tensor | None = None) -> None:
+    def __init__(
+        self, storage: TierStorage, place: int, nbytes: int, memory: Tensor | None = None
+    ) -> None:
         """Takes memory for a range. Nothing is read."""
         if memory is None:
             memory = storage.borrow(place, nbytes) if nbytes else NOTHING
@@ -172,7 +177,10 @@ def storage_on(tier: Tier, what: str) -> TierStorage:
 
 
 class DiskStorage(ProcessLocal, TierStorage):
-    """Unnamed files, one on each path. As text it says where it is and how it is read and written."""
+    """Unnamed files, one on each path.
+
+    As text it says where it is and how it is read and written.
+    """
 
     is_addressable = False
     may_fail = True
@@ -208,10 +216,14 @@ class DiskStorage(ProcessLocal, TierStorage):
 
     def _require_below_limit(self, nbytes: int) -> None:
         if self.tier.limit_nbytes is not None:
-            left = self.tier.limit_nbytes - sum(o.nbytes for o in list(_disks) if o is not self and o.tier == self.tier)
+            left = self.tier.limit_nbytes - sum(
+                o.nbytes for o in list(_disks) if o is not self and o.tier == self.tier
+            )
             if nbytes > left:
                 where = ", ".join(getattr(self.tier, "paths", ()))
-                raise too_small(f"{self._what} in {where}", nbytes, left, "the limit of the tier", of="disk")
+                raise too_small(
+                    f"{self._what} in {where}", nbytes, left, "the limit of the tier", of="disk"
+                )
 
     def stage(self, nbytes: int, count: int) -> None:
         count, size = max(count, self.stagings.count), max(whole_pages(nbytes), self.stagings.size)
@@ -265,8 +277,10 @@ class DiskStorage(ProcessLocal, TierStorage):
             self._await_left()
 
     def _await_left(self) -> None:
-        """Waits for copies to the device, which do not keep the memory alive. Transfers do, and a finalizer cannot wait for
-        them."""
+        """Waits for copies to the device, which do not keep the memory alive.
+
+        Transfers do, and a finalizer cannot wait for them.
+        """
         for _, left in self._free:
             if left is not None:
                 left.synchronize()
@@ -283,10 +297,19 @@ class DiskStorage(ProcessLocal, TierStorage):
             watch.moving("nvme", memory.numel(), is_read=not is_write)
         return Transfer(self._backend, requests, blocks)
 
-    def _requests(self, place: int, memory: Tensor, *, is_write: bool) -> Iterator[tuple[int, Request]]:
+    def _requests(
+        self, place: int, memory: Tensor, *, is_write: bool
+    ) -> Iterator[tuple[int, Request]]:
         """What is asked of the disks for a range, and where each begins in it."""
-        for start, nbytes, disk, offset in extents_of(place, memory.numel(), len(self.files), BLOCK_NBYTES):
-            yield start, Request(self.files[disk], offset, memory[start : start + nbytes], is_write=is_write)
+        for start, nbytes, disk, offset in extents_of(
+            place, memory.numel(), len(self.files), BLOCK_NBYTES
+        ):
+            yield (
+                start,
+                Request(
+                    self.files[disk], offset, memory[start : start + nbytes], is_write=is_write
+                ),
+            )
 
 
 _disks: weakref.WeakSet[DiskStorage] = weakref.WeakSet()  # those of equal tiers share their limit
@@ -298,12 +321,14 @@ def stagings_for(device_type: str) -> int:
 
 
 def staging_form(count: int, largest_nbytes: int) -> tuple[int, int]:
-    """The number and the bytes of the buffers for so many byte strings, the largest of so many bytes."""
+    """The number and the bytes of the buffers for so many byte strings,
+    the largest of so many bytes."""
     return min(count, BUFFERS), whole_pages(largest_nbytes)
 
 
 def staging_for(sizes: Sequence[int], what: str) -> StagingBuffers:
-    """One buffer for each byte string of these sizes, but at most four; each as large as the largest."""
+    """One buffer for each byte string of these sizes, but at most four;
+    each as large as the largest."""
     return StagingBuffers(*staging_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
 
 
@@ -313,7 +338,9 @@ class StagingBuffers(ProcessLocal):
     def __init__(self, count: int = 0, nbytes: int = 0, what: str = "") -> None:
         """Takes memory for `count` buffers of `nbytes`. `what` says in errors what they are for."""
         super().__init__()
-        self.count, self.size, self.nbytes = count, whole_pages(nbytes), 0
+        self.count = count
+        self.size = whole_pages(nbytes)
+        self.nbytes = 0
         self._views: tuple[Tensor, ...] = ()
         if self.count and self.size:
             slab = Slab(self.size * self.count, Cpu(True, None), what, forked=False)

@@ -1,18 +1,21 @@
-"""Requests by io_uring: the kernel works on them while this process computes, without a thread of ours.
+"""Requests by io_uring: the kernel works on them while this process computes,
+without a thread of ours.
 
-[Note: rings in Python] The rings are memory shared with the kernel. The kernel reads the submission ring in `io_uring_enter`
-only, which this thread calls after it has written; completions are read after a call of `io_uring_enter`, too. The system
-call orders both sides on every processor, so no other barrier is needed. Layouts are those of `linux/io_uring.h`, which never
-change.
+[Note: rings in Python] The rings are memory shared with the kernel. The kernel reads the submission
+ring in `io_uring_enter` only, which this thread calls after it has written; completions are read
+after a call of `io_uring_enter`, too. The system call orders both sides on every processor, so no
+other barrier is needed. Layouts are those of `linux/io_uring.h`, which never change.
 
-[Note: interrupts of the ring] A KeyboardInterrupt may come between any two lines, and the ring serves the whole process.
-So each thing is done by one store to the ring, and what comes before and after it may be done again: a request is handed over
-by the new tail, and an answer is taken by the new head. A transfer whose owner was interrupted goes on: whoever wants its
-memory, or its place in the file, next waits for it.
+[Note: interrupts of the ring] A KeyboardInterrupt may come between any two lines, and the ring
+serves the whole process. So each thing is done by one store to the ring, and what comes before and
+after it may be done again: a request is handed over by the new tail, and an answer is taken by the
+new head. A transfer whose owner was interrupted goes on: whoever wants its memory, or its place in
+the file, next waits for it.
 
-[Note: giving the interpreter away] A call that releases the interpreter may wait 5 ms to have it back if another thread runs
-Python. So calls that do not wait for a disk keep it. This is what io_uring is for here: beside a busy interpreter it reads
-and writes blocks 1.3 to 1.8 times as fast as threads do, beside an idle one as fast.
+[Note: giving the interpreter away] A call that releases the interpreter may wait 5 ms to have it
+back if another thread runs Python. So calls that do not wait for a disk keep it. This is what
+io_uring is for here: beside a busy interpreter it reads and writes blocks 1.3 to 1.8 times as fast
+as threads do, beside an idle one as fast.
 """
 
 from __future__ import annotations
@@ -51,7 +54,10 @@ _libc_kept = ctypes.PyDLL(None, use_errno=True)
 
 
 class Uring:
-    """One ring. It may be called from several threads, but not from finalizers, which run in the midst of other calls.
+    """One ring.
+
+    It may be called from several threads, but not from finalizers,
+    which run in the midst of other calls.
 
     Raises, when it is made:
         OSError: The kernel has no io_uring or refuses it (seccomp, `io_uring_disabled`).
@@ -59,7 +65,9 @@ class Uring:
 
     def __init__(self) -> None:
         params = bytearray(_PARAMS_NBYTES)
-        self._fd = _syscall(_SETUP, _ENTRIES, ctypes.byref((ctypes.c_char * _PARAMS_NBYTES).from_buffer(params)))
+        self._fd = _syscall(
+            _SETUP, _ENTRIES, ctypes.byref((ctypes.c_char * _PARAMS_NBYTES).from_buffer(params))
+        )
         weakref.finalize(self, os.close, self._fd).atexit = False
         words = struct.unpack("<30I", params)
         entries, cq_entries, features = words[0], words[1], words[5]
@@ -73,7 +81,9 @@ class Uring:
         self._sq_tail = ctypes.c_uint32.from_buffer(self._rings, sq[1])
         self._cq_head = ctypes.c_uint32.from_buffer(self._rings, cq[0])
         self._cq_tail = ctypes.c_uint32.from_buffer(self._rings, cq[1])
-        self._entries, self._cq_entries, self._cqes_at = entries, cq_entries, cq[5]
+        self._entries = entries
+        self._cq_entries = cq_entries
+        self._cqes_at = cq[5]
         for index in range(entries):
             struct.pack_into("<I", self._rings, sq[6] + 4 * index, index)
         self._waiting: deque[Request] = deque()
@@ -95,7 +105,9 @@ class Uring:
         """Waits until all of these are done or have failed."""
         with self._lock:
             self._enter(0)
-            self._waiting.extend(request for request in requests if not request.is_done and not self._has(request))
+            self._waiting.extend(
+                request for request in requests if not request.is_done and not self._has(request)
+            )
             self._finish(requests)
 
     def settle(self, memory: Tensor) -> None:
@@ -105,7 +117,9 @@ class Uring:
             self._finish([other for other in left if other.uses(memory)])
 
     def _has(self, request: Request) -> bool:
-        return request in self._waiting or any(request is other for other, _ in self._under_way.values())
+        return request in self._waiting or any(
+            request is other for other, _ in self._under_way.values()
+        )
 
     def _finish(self, requests: Sequence[Request]) -> None:
         # So many answers will come: each of these that is not done gets one at least.
@@ -115,7 +129,8 @@ class Uring:
     def _enter(self, least: int) -> None:
         """Hands waiting requests to the kernel, and waits for at least so many answers."""
         tail = self._sq_tail.value
-        self._under_way.pop(tail, None)  # an interrupt came before it was handed over, or right after that
+        # An interrupt came before the request was handed over, or right after that.
+        self._under_way.pop(tail, None)
         if self._waiting and self._under_way.get(tail - 1 & _MASK, (None,))[0] is self._waiting[0]:
             self._waiting.popleft()
         while self._waiting and len(self._under_way) < self._entries:
@@ -145,7 +160,8 @@ class Uring:
     def _reap(self) -> None:
         """Takes the answers out of the completion ring."""
         while (head := self._cq_head.value) != self._cq_tail.value:
-            number, result, _ = _CQE.unpack_from(self._rings, self._cqes_at + head % self._cq_entries * _CQE.size)
+            place = self._cqes_at + head % self._cq_entries * _CQE.size
+            number, result, _ = _CQE.unpack_from(self._rings, place)
             request, answers = self._under_way.get(number, (None, 0))
             if request is not None:
                 if request.answers == answers:
@@ -157,7 +173,8 @@ class Uring:
 
 
 def _syscall(number: int, *args: object, waits: bool = True) -> int:
-    """Calls the kernel; a call that does not wait keeps the interpreter. [Note: giving the interpreter away]"""
+    """Calls the kernel; a call that does not wait keeps the interpreter.
+    [Note: giving the interpreter away]"""
     wide = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
     library = _libc if waits else _libc_kept
     result: int = library.syscall(ctypes.c_long(number), *wide)
@@ -168,7 +185,10 @@ def _syscall(number: int, *args: object, waits: bool = True) -> int:
 
 
 def io_backend() -> IoBackend:
-    """io_uring where the kernel allows it, else threads. A forked process makes its own, as a ring belongs to its process."""
+    """io_uring where the kernel allows it, else threads.
+
+    A forked process makes its own, as a ring belongs to its process.
+    """
     return _of_process(os.getpid())
 
 

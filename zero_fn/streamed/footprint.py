@@ -1,7 +1,9 @@
-"""Bytes that the states of an optimizer will take, and bytes that a streamed step will move: arithmetic on its chunks.
+"""Bytes that the states of an optimizer will take, and bytes that a streamed step will move:
+arithmetic on its chunks.
 
-A step reads and writes every chunk on a disk, except that it does not read the chunks that the last step left in the
-buffers. Every second step goes backwards, so these are the last chunks in one step and the first ones in the next.
+A step reads and writes every chunk on a disk, except that it does not read the chunks that the last
+step left in the buffers. Every second step goes backwards, so these are the last chunks in one step
+and the first ones in the next.
 """
 
 from __future__ import annotations
@@ -43,14 +45,19 @@ NO_LINK = Link(0, 0)
 class Footprint:
     """Bytes of an optimizer on this rank."""
 
-    states_nbytes: int = 0  # states in the memory of the device, also where `zf.cpu()` is that memory
-    buffers_nbytes: int = 0  # buffers in host memory through which states, parameters and gradients pass
+    # States in the memory of the device, also where `zf.cpu()` is that memory.
+    states_nbytes: int = 0
+    # Buffers in host memory through which states, parameters and gradients pass.
+    buffers_nbytes: int = 0
     tiers: Counter[Tier] = field(default_factory=Counter)  # states in other tiers, in whole pages
-    # Bytes of states, parameters and gradients that a step moves from and to each tier: the mean of two steps in a row.
+    # Bytes of states, parameters and gradients that a step moves from and to each tier:
+    # the mean of two steps in a row.
     read: Counter[Tier | StoredFiles] = field(default_factory=Counter)
     written: Counter[Tier | StoredFiles] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)  # bytes that a step sends, by the name of the axis
-    link: Link = NO_LINK  # bytes of parameters and gradients that a step moves between the host and an accelerator
+    # Bytes that a step sends, by the name of the axis.
+    sent: Counter[str] = field(default_factory=Counter)
+    # Bytes of parameters and gradients that a step moves between the host and an accelerator.
+    link: Link = NO_LINK
 
     def __add__(self, other: Footprint) -> Footprint:
         return Footprint(
@@ -60,15 +67,22 @@ class Footprint:
             self.read + other.read,
             self.written + other.written,
             self.sent + other.sent,
-            Link(self.link.to_device + other.link.to_device, self.link.from_device + other.link.from_device),
+            Link(
+                self.link.to_device + other.link.to_device,
+                self.link.from_device + other.link.from_device,
+            ),
         )
 
 
 def footprint(optimizer: Optimizer | Planner) -> Footprint:
-    """The bytes that a stock or streamed optimizer takes and moves, or one that a planner will cut. Communicates nothing,
-    takes no memory."""
+    """The bytes that a stock or streamed optimizer takes and moves, or one that a planner will cut.
+
+    Communicates nothing, takes no memory.
+    """
     planner = optimizer if isinstance(optimizer, Planner) else Planner(optimizer)
-    parameters = [parameter for group in planner.inner.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in planner.inner.param_groups for parameter in group["params"]
+    ]
     if isinstance(optimizer, Streamed):
         return _streamed(parameters, optimizer.states.chunks)
     kinds = [slot.kind for slot in map(slot_of, parameters) if slot is not None]
@@ -86,8 +100,15 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
     times = Counter(chunks)  # records that are alike share theirs
     windows = {chunk: chunk.window_nbytes for chunk in times}
     rings = [list(filter(None, map(windows.get, chunks)))]
-    cuts = [cut for chunk in times for cut in chunk.cuts if cut.coded is not None and cut.parameter.requires_grad]
-    found.sent.update(sent_along({c.parameter: len(c.coded.names) for c in cuts if c.coded and c.coded.divided}))
+    cuts = [
+        cut
+        for chunk in times
+        for cut in chunk.cuts
+        if cut.coded is not None and cut.parameter.requires_grad
+    ]
+    found.sent.update(
+        sent_along({c.parameter: len(c.coded.names) for c in cuts if c.coded and c.coded.divided})
+    )
     for chunk, count in times.items():
         beside = count * chunk.beside_nbytes
         if chunk.is_stepped_on_host:
@@ -124,10 +145,11 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
 
 
 def _add_link(found: Footprint, tier: Tier | None, times: Mapping[Chunk, int]) -> None:
-    """Adds the bytes that cross the link to an accelerator, for chunks that are there so many times.
+    """Adds the bytes that cross the link to an accelerator,
+    for chunks that are there so many times.
 
-    A step is computed where the states are: on the host if they are in a tier. Gradients on the other side are copied
-    there, and parameters there and back.
+    A step is computed where the states are: on the host if they are in a tier. Gradients on the
+    other side are copied there, and parameters there and back.
     """
     on_host, (there, back) = tier is not None, found.link
     for chunk, count in times.items():
@@ -140,8 +162,10 @@ def _add_link(found: Footprint, tier: Tier | None, times: Mapping[Chunk, int]) -
                 count * cut.piece.numel * dtype.itemsize * (is_away != on_host)
                 for dtype, is_away in zip(dtypes, cut.away, strict=True)
             )
-            there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
-            # Bytes of host memory as a tier: of the states, to which values come, or of parameters and gradients that leave.
+            there = there + value + gradient * (not on_host)
+            back = back + value + gradient * on_host
+            # Bytes of host memory as a tier: of the states, to which values come,
+            # or of parameters and gradients that leave.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY
             of_value, of_gradient = (tier, tier) if on_host else (tiers.params, tiers.grads)
             if isinstance(of_value, Cpu):

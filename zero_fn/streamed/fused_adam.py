@@ -1,8 +1,9 @@
-"""Steps of Adam and AdamW by the kernel of `zero_fn.kernels.adam`, for the user's own stock optimizer.
+"""Steps of Adam and AdamW by the kernel of `zero_fn.kernels.adam`,
+for the user's own stock optimizer.
 
-The kernel has the bits of torch's fused step, so it takes the place of that step only. The default step of torch, over
-each tensor or `foreach`, rounds in another way (its square roots are those of MKL's vector library, which rounds a few in a
-million differently), and is done by torch.
+The kernel has the bits of torch's fused step, so it takes the place of that step only. The default
+step of torch, over each tensor or `foreach`, rounds in another way (its square roots are those of
+MKL's vector library, which rounds a few in a million differently), and is done by torch.
 """
 
 from __future__ import annotations
@@ -37,18 +38,27 @@ def arithmetic_of(optimizer: Optimizer) -> str:
     hows = [rounding(_rates(optimizer, group)) for group in optimizer.param_groups]
     if library().functions is None:
         return f"torch ({library()})"
-    return f"{library()} in one pass" if all(hows) else "torch (the kernel does not have the bits of this step)"
+    if all(hows):
+        return f"{library()} in one pass"
+    return "torch (the kernel does not have the bits of this step)"
 
 
 def say_if_one_thread(optimizer: Optimizer, nbytes: int) -> None:
-    """Warns, once a host, of so many bytes of states that torch steps there by the one thread that a launcher has left it."""
+    """Warns, once a host, of so many bytes of states that torch steps there by the one thread
+    that a launcher has left it."""
     threads = share() if nbytes >= _LARGE_NBYTES and torch.get_num_threads() == 1 else 1
-    if threads > 1 and os.environ.get("LOCAL_RANK", "0") == "0" and arithmetic_of(optimizer).startswith("torch"):
+    if (
+        threads > 1
+        and os.environ.get("LOCAL_RANK", "0") == "0"
+        and arithmetic_of(optimizer).startswith("torch")
+    ):
         warn_once(
-            f"{type(optimizer).__name__} is stepped on the host by one thread, and a rank could have {threads}.",
-            why="torchrun sets OMP_NUM_THREADS=1; the kernel of Adam and AdamW with fused=True takes its share by itself, "
-            "other steps of torch do not",
-            fix=f"OMP_NUM_THREADS={threads} torchrun ...; if it is meant: OMP_NUM_THREADS=1 torchrun ...",
+            f"{type(optimizer).__name__} is stepped on the host by one thread, "
+            f"and a rank could have {threads}.",
+            why="torchrun sets OMP_NUM_THREADS=1; the kernel of Adam and AdamW with fused=True "
+            "takes its share by itself, other steps of torch do not",
+            fix=f"OMP_NUM_THREADS={threads} torchrun ...; if it is meant: "
+            "OMP_NUM_THREADS=1 torchrun ...",
         )
 
 
@@ -57,7 +67,9 @@ def takes_codes(optimizer: Optimizer) -> bool:
     if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
         return False
     groups = optimizer.param_groups
-    return all(_is_fused(group) and rounding(_rates(optimizer, group)) is not None for group in groups)
+    return all(
+        _is_fused(group) and rounding(_rates(optimizer, group)) is not None for group in groups
+    )
 
 
 class CodesInPlace:
@@ -84,15 +96,21 @@ class CodesInPlace:
 
 
 def steps_in_one_pass(
-    optimizer: Optimizer, sends: Mapping[Tensor, Tensor], scales: Mapping[Tensor, Tensor] = MappingProxyType({})
+    optimizer: Optimizer,
+    sends: Mapping[Tensor, Tensor],
+    scales: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> bool:
-    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step. Else does nothing.
-    `scales`: those of states that are codes."""
+    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step.
+
+    Else does nothing. `scales`: those of states that are codes.
+    """
     if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
         return False
     groups = optimizer.param_groups
     stepped = [[p for p in group["params"] if p.grad is not None] for group in groups]
-    if not all(map(_is_fused, groups)) or not all(_is_taken(optimizer, p, scales) for ps in stepped for p in ps):
+    if not all(map(_is_fused, groups)):
+        return False
+    if not all(_is_taken(optimizer, p, scales) for ps in stepped for p in ps):
         return False
     rates = [_rates(optimizer, group) for group in groups]
     hows = [rounding(each) for each in rates]
@@ -118,8 +136,8 @@ def _is_scaled(optimizer: Optimizer) -> bool:
 
 
 def _is_taken(optimizer: Optimizer, parameter: Tensor, scales: Mapping[Tensor, Tensor]) -> bool:
-    """Whether the kernel takes a parameter with its gradient and states: dense, alike in memory, on the CPU, float32, or
-    codes of it."""
+    """Whether the kernel takes a parameter with its gradient and states: dense, alike in memory, on
+    the CPU, float32, or codes of it."""
     grad = parameter.grad
     assert grad is not None
     states = [value for name, value in optimizer.state.get(parameter, {}).items() if name != "step"]
@@ -128,7 +146,9 @@ def _is_taken(optimizer: Optimizer, parameter: Tensor, scales: Mapping[Tensor, T
         and grad.layout is torch.strided
         and grad.dtype in (torch.float32, torch.bfloat16)
         and all(t.dtype == torch.float32 or t in scales for t in (parameter, *states))
-        and all(t.device.type == "cpu" and _lies_as(t, parameter) for t in (parameter, grad, *states))
+        and all(
+            t.device.type == "cpu" and _lies_as(t, parameter) for t in (parameter, grad, *states)
+        )
     )
 
 
@@ -151,9 +171,13 @@ def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamRates:
 
 
 def _pieces(
-    optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor], scales: Mapping[Tensor, Tensor]
+    optimizer: Any,
+    group: dict[str, Any],
+    sends: Mapping[Tensor, Tensor],
+    scales: Mapping[Tensor, Tensor],
 ) -> list[AdamPiece]:
-    """The parameters of a group that have gradients, their states made where they have none, their steps counted."""
+    """The parameters of a group that have gradients, their states made where they have none,
+    their steps counted."""
     parameters: list[Tensor] = []
     grads: list[Tensor] = []
     averages: list[Tensor] = []
@@ -166,5 +190,15 @@ def _pieces(
     maxima: Sequence[Tensor | None] = largest or [None] * len(counts)
     sent = map(sends.get, parameters)
     of_codes = (map(scales.get, states) for states in (averages, squares))
-    rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), sent, *of_codes, strict=True)
+    rows = zip(
+        parameters,
+        grads,
+        averages,
+        squares,
+        maxima,
+        map(float, counts),
+        sent,
+        *of_codes,
+        strict=True,
+    )
     return [AdamPiece(*row) for row in rows]

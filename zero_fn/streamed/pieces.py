@@ -1,4 +1,6 @@
-"""Which pieces of parameters are stepped together, and in which tier their states will rest. No memory is taken yet.
+"""Which pieces of parameters are stepped together, and in which tier their states will rest.
+
+No memory is taken yet.
 
 parameters in memory         packed into chunks of at most a buffer
 parameters in another tier   a chunk for each parcel in which they, or their gradients, rest
@@ -46,7 +48,9 @@ def _states_nbytes(schema: Schema, numel: int) -> int:
 def name_of(parameter: Tensor) -> str:
     """A parameter as errors show it: with its name, if a transform made it."""
     slot = slot_of(parameter)
-    return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+    if slot is not None:
+        return str(slot)
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,15 @@ class _Stepped:
     schema: Schema
     tier: Tier | None  # the tier of its states, and the part of the states that goes there
     fraction: float
-    place: RestsAt | None  # the place of the parameter, or of its gradient, in another tier; None if both are in memory
+    # The place of the parameter, or of its gradient, in another tier; None if both are in memory.
+    place: RestsAt | None
     is_coded: bool = False  # whether states rest in 8 bits
     divided: Divided | None = None
 
     @property
     def widened_itemsize(self) -> int:
-        """Bytes of an element that a chunk takes beside its states while it is stepped: of its value in float32."""
+        """Bytes of an element that a chunk takes beside its states while it is stepped:
+        of its value in float32."""
         return 4 if rounding_of(self.parameter) is not None else 0
 
     @property
@@ -77,8 +83,20 @@ class ParameterPiece:
     """One piece of a parameter in its chunk."""
 
     __slots__ = (
-        "away", "coded", "dtype", "fields", "gradient_dtype", "group", "in_parcel", "numel", "parameter", "piece", "present",
-        "resident", "shape", "stride",
+        "away",
+        "coded",
+        "dtype",
+        "fields",
+        "gradient_dtype",
+        "group",
+        "in_parcel",
+        "numel",
+        "parameter",
+        "piece",
+        "present",
+        "resident",
+        "shape",
+        "stride",
     )
 
     def __init__(self, row: _Stepped, piece: Piece, in_parcel: int | None) -> None:
@@ -92,23 +110,36 @@ class ParameterPiece:
         self.parameter = row.parameter
         self.group = row.group
         self.piece = piece  # the elements of the parameter that are stepped here
-        # The first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
+        # The first byte of the piece in the parcel of the chunk;
+        # None if the parameter is in memory.
         self.in_parcel = in_parcel
         self.numel = local.numel()  # of the whole parameter on this rank
         self.dtype = local.dtype
         # A row where it is cut: some decay matrices only, by `p.ndim`.
-        # The form that the optimizer sees: that of the parameter, or of one row if the parameter is cut.
-        self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
+        # The form that the optimizer sees: that of the parameter,
+        # or of one row if the parameter is cut.
+        self.shape = (
+            tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
+        )
         self.stride = tuple(local.stride())
         if not piece.is_whole or not is_dense(local):
-            self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+            self.stride = tuple(
+                prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape))
+            )
         # By name of a state, its dtype and its first byte in the chunk.
-        self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
-        self.coded = Coded(row.schema, piece.start, piece.stop, row.divided) if row.is_coded else None
+        self.fields: dict[str, tuple[torch.dtype, int]] = {
+            name: (dtype, 0) for name, dtype in row.schema
+        }
+        self.coded = (
+            Coded(row.schema, piece.start, piece.stop, row.divided) if row.is_coded else None
+        )
         slot = slot_of(row.parameter)
         self.gradient_dtype = slot.kind.gradient_dtype if slot is not None else local.dtype
-        # Whether the parameter, and whether its gradient, rests in another tier than the memory of its device.
-        self.away = (slot.kind.is_away, slot.kind.is_gradient_away) if slot is not None else (False, False)
+        # Whether the parameter, and whether its gradient, rests in another tier
+        # than the memory of its device.
+        self.away = (
+            (slot.kind.is_away, slot.kind.is_gradient_away) if slot is not None else (False, False)
+        )
         self.present: set[str] = set()  # names of the states that the chunk holds now
         # States that stay in memory: step counts, flags, and states that came later than the plan.
         self.resident: dict[str, Any] = {}
@@ -128,7 +159,8 @@ class ParameterPiece:
         return local.as_strided(self.shape, self.stride, local.storage_offset() + self.piece.start)
 
     def at(self, memory: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-        """The elements of the piece in memory, from a byte on, in the form that the optimizer sees."""
+        """The elements of the piece in memory, from a byte on,
+        in the form that the optimizer sees."""
         return self.laid(memory[offset : offset + self.piece.numel * dtype.itemsize].view(dtype))
 
     def laid(self, flat: Tensor) -> Tensor:
@@ -136,14 +168,20 @@ class ParameterPiece:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def states(self, buffer: Tensor) -> dict[str, Any]:
-        """The states by name, as the optimizer expects them: views of the buffer, decoded ones, and what stays in memory."""
-        return {**self.resident, **{name: self.value(buffer, name) for name in self.fields if name in self.present}}
+        """The states by name, as the optimizer expects them: views of the buffer,
+        decoded ones, and what stays in memory."""
+        return {
+            **self.resident,
+            **{name: self.value(buffer, name) for name in self.fields if name in self.present},
+        }
 
     def value(self, buffer: Tensor, name: str) -> Tensor:
         """A state, as the optimizer expects it."""
         codes = self.codes(buffer, name)
         return self.laid(
-            codes if self.coded is None or name not in self.coded.names else self.coded.decoded(name, codes)
+            codes
+            if self.coded is None or name not in self.coded.names
+            else self.coded.decoded(name, codes)
         )
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -158,24 +196,35 @@ class ParameterPiece:
         return buffer[offset : offset + self.piece.numel * dtype.itemsize].view(dtype)
 
     def keep(self, buffer: Tensor, states: Mapping[str, Any]) -> None:
-        """Takes over the states after a step; one that the optimizer put elsewhere is copied to its place, or coded."""
+        """Takes over the states after a step; one that the optimizer put elsewhere is
+        copied to its place, or coded."""
         self.present.clear()
         self.resident = {}
         is_on_host = buffer.device.type == "cpu"
         strays: list[tuple[Tensor, Tensor]] = []
         for name, value in states.items():
-            room = self.laid(self.codes(buffer, name)) if name in self.fields and isinstance(value, Tensor) else None
+            room = (
+                self.laid(self.codes(buffer, name))
+                if name in self.fields and isinstance(value, Tensor)
+                else None
+            )
             is_coded = self._is_coded(name)
-            fits = (torch.uint8, torch.float32) if is_coded else () if room is None else (room.dtype,)
+            fits = (
+                (torch.uint8, torch.float32) if is_coded else () if room is None else (room.dtype,)
+            )
             if room is None or value.dtype not in fits or value.shape != room.shape:
-                self.resident[name] = value.cpu() if is_on_host and isinstance(value, Tensor) else value
+                self.resident[name] = (
+                    value.cpu() if is_on_host and isinstance(value, Tensor) else value
+                )
                 continue
             self.present.add(name)
             if is_coded and value.dtype != torch.uint8:
                 self._encode(buffer, name, value)
             elif value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
                 strays.append((room, value))
-        if len(strays) > 1:  # one may lie in the room of another: `state["a"], state["b"] = state["b"], state["a"]`
+        # One state may lie in the room of another: `state["a"],
+        # state["b"] = state["b"], state["a"]`.
+        if len(strays) > 1:
             strays = [(room, value.clone()) for room, value in strays]
         for room, value in strays:
             room.copy_(value)
@@ -207,13 +256,19 @@ class Chunk(Stored):
     tier: Tier | None = None  # the tier of the states; None is the memory of the device
 
     def __init__(
-        self, cuts: Sequence[ParameterPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
+        self,
+        cuts: Sequence[ParameterPiece],
+        device: torch.device,
+        parcel: int | None = None,
+        parcels_nbytes: int = 0,
     ) -> None:
         self.cuts = cuts  # the pieces, in the order of their states
         self.device = device
-        # The number of the parcel in which the parameters, or their gradients, rest; None if both are in memory.
+        # The number of the parcel in which the parameters, or their gradients,
+        # rest; None if both are in memory.
         self.parcel = parcel
-        # Bytes of that parcel, of its compute copies and of its gradients, of those that are on a disk.
+        # Bytes of that parcel, of its compute copies and of its gradients,
+        # of those that are on a disk.
         self.parcels_nbytes = parcels_nbytes
         self.nbytes = 0
         for cut in cuts:
@@ -221,7 +276,8 @@ class Chunk(Stored):
 
     @property
     def beside_nbytes(self) -> int:
-        """Bytes of memory beside the chunk: of the scales of states in 8 bits, and of the codes of divided ones."""
+        """Bytes of memory beside the chunk: of the scales of states in 8 bits,
+        and of the codes of divided ones."""
         return sum(cut.coded.nbytes for cut in self.cuts if cut.coded is not None)
 
     @property
@@ -231,8 +287,9 @@ class Chunk(Stored):
 
     @property
     def window_nbytes(self) -> int:
-        """Bytes of the buffer for parameters and gradients of the chunk that are not where it is stepped: its parcels from a
-        disk, and copies of what is on an accelerator, if the states are on the host."""
+        """Bytes of the buffer for parameters and gradients of the chunk that are not where it is
+        stepped: its parcels from a disk, and copies of what is on an accelerator, if the states are
+        on the host."""
         if not self.is_stepped_on_host:
             return self.parcels_nbytes
         copies = sum(
@@ -259,7 +316,8 @@ class Planner:
     inner: Optimizer
     # The tier of all states; None: for each parameter the one of `zf.offload(model, optim=tier)`.
     tier: Tier | None = None
-    fraction: float = 1.0  # the part of the states, in bytes, that goes there; the rest stays on the device
+    # The part of the states, in bytes, that goes there; the rest stays on the device.
+    fraction: float = 1.0
     buffer_nbytes: int = BUFFER_NBYTES  # the most bytes that the states of a chunk may take
     codes: bool = False  # whether states rest in 8 bits
 
@@ -277,12 +335,16 @@ class Planner:
         wanted, groups = [self._tier_of(p) for p in parameters], self._groups_of(parameters)
         slots = [slot for slot in map(slot_of, parameters) if slot is not None]
         # Buffer by buffer, without any tier.
-        widens = any(slot.kind.gradient_dtype != slot.dtype or slot.kind.rounding is not None for slot in slots)
+        widens = any(
+            slot.kind.gradient_dtype != slot.dtype or slot.kind.rounding is not None
+            for slot in slots
+        )
         if parameters and all(tier is None for tier, _ in wanted) and not widens and not self.codes:
             raise TierError(
                 "streamed() was given no tier.",
                 optimizer=type(self.inner).__name__,
-                fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
+                fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, "
+                "optim=...) before the optimizer",
             )
         rows = [
             _Stepped(groups[number], p, schemas[number], *wanted[number], place_of(p))
@@ -292,7 +354,9 @@ class Planner:
             if isinstance(record, Record) and isinstance(record.shelf, StoredFiles):
                 raise record.shelf.unchanged(record.shelf)
         if self.codes:
-            rows = [_coded(row, type(self.inner).__name__, divided.get(row.parameter)) for row in rows]
+            rows = [
+                _coded(row, type(self.inner).__name__, divided.get(row.parameter)) for row in rows
+            ]
         found = [
             *self._here([row for row in rows if row.place is None]),
             *self._away(rows, shares=shares and all(row.fraction == 1 for row in rows)),
@@ -301,7 +365,8 @@ class Planner:
         return found
 
     def kept(self, parameters: Sequence[Tensor], *, in_pieces: bool) -> list[Schema]:
-        """What the optimizer keeps of each parameter: what one like it has, or what a first step would make."""
+        """What the optimizer keeps of each parameter: what one like it has,
+        or what a first step would make."""
         found: dict[object, Schema] = {}
         kinds = []
         for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
@@ -312,13 +377,20 @@ class Planner:
                 found[kind] = ()
                 if local.is_floating_point() or local.is_complex():  # others are never trained
                     options = self.inner.param_groups[group]
-                    found[kind] = kept_by(self.inner, options, parameter, device, in_pieces=in_pieces)
-            states = as_kept(parameter, self.inner.state.get(parameter, {})) if self.inner.state else {}
+                    found[kind] = kept_by(
+                        self.inner, options, parameter, device, in_pieces=in_pieces
+                    )
+            states = (
+                as_kept(parameter, self.inner.state.get(parameter, {})) if self.inner.state else {}
+            )
             schema = schema_of(states, parameter)
             if parameter.numel() > 1 and len(schema) > len(found[kind]):
                 found[kind] = schema
         schemas = zip((found[kind] for kind in kinds), map(kept_beside, parameters), strict=True)
-        return [(*(each for each in schema if each not in beside), *beside) for schema, beside in schemas]
+        return [
+            (*(each for each in schema if each not in beside), *beside)
+            for schema, beside in schemas
+        ]
 
     def _tier_of(self, parameter: Tensor) -> tuple[Tier | None, float]:
         """The tier of a parameter's states, and the fraction of them that is in it."""
@@ -329,13 +401,19 @@ class Planner:
         return tiers.optim, tiers.fraction
 
     def _step_device(self, parameter: Tensor) -> torch.device:
-        """Where it is stepped, or most of it: on the host if its states rest in another tier than memory of its device, or
-        if it has no device yet."""
+        """Where it is stepped, or most of it: on the host if its states rest in another tier than
+        memory of its device, or if it has no device yet."""
         local, (tier, _) = local_of(parameter), self._tier_of(parameter)
-        return torch.device("cpu") if local.is_meta or is_away(tier, local.device.type) else local.device
+        if local.is_meta or is_away(tier, local.device.type):
+            return torch.device("cpu")
+        return local.device
 
     def _groups_of(self, parameters: Sequence[Tensor]) -> list[int]:
-        group_of = {id(p): number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
+        group_of = {
+            id(p): number
+            for number, group in enumerate(self.inner.param_groups)
+            for p in group["params"]
+        }
         return [group_of[id(parameter)] for parameter in parameters]
 
     def _here(self, rows: Sequence[_Stepped]) -> list[Chunk]:
@@ -349,7 +427,9 @@ class Planner:
         packed = chunks_of(
             [row.numel for row in rows],
             [(device_of(row.parameter), row.tier, row.fraction) for row in rows],
-            lambda at, numel: max(_states_nbytes(rows[at].schema, numel), rows[at].widened_itemsize * numel),
+            lambda at, numel: max(
+                _states_nbytes(rows[at].schema, numel), rows[at].widened_itemsize * numel
+            ),
             limit,
         )
         return [
@@ -361,7 +441,8 @@ class Planner:
         ]
 
     def _away(self, rows: Sequence[_Stepped], *, shares: bool) -> list[Chunk]:
-        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
+        """Chunks of parameters that rest, or whose gradients rest,
+        in another tier: one for each parcel."""
         parcels_of: dict[Hashable, Sequence[Parcel]] = {}
         by_record: dict[Hashable, dict[int, _Stepped]] = {}
         for row in rows:
@@ -379,10 +460,13 @@ class Planner:
             for index, parcel in enumerate(parcels_of[record]):
                 inside = zip(parcel.pieces, parcel.offsets, strict=True)
                 mine = [
-                    (row_of[piece.parameter], piece, offset) for piece, offset in inside if piece.parameter in row_of
+                    (row_of[piece.parameter], piece, offset)
+                    for piece, offset in inside
+                    if piece.parameter in row_of
                 ]
                 if mine:
-                    cuts, device = [ParameterPiece(*each) for each in mine], device_of(mine[0][0].parameter)
+                    cuts = [ParameterPiece(*each) for each in mine]
+                    device = device_of(mine[0][0].parameter)
                     found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
                     # Without sizes and on the host, no part of it passes through a buffer.
                     if sizes or not isinstance(mine[0][0].tier, Cpu):
@@ -390,9 +474,11 @@ class Planner:
             alike[key] = found[before:]
         if nbytes > self.buffer_nbytes:
             raise TierError(
-                f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
+                f"A buffer of {bytes_text(self.buffer_nbytes)} is too small "
+                "for the states of a parcel.",
                 needs=bytes_text(nbytes),
-                why="offloaded parameters are stored in parcels of up to 4 MiB, and each parcel is stepped at once",
+                why="offloaded parameters are stored in parcels of up to 4 MiB, "
+                "and each parcel is stepped at once",
                 fix=f"buffer={nbytes} or more; 64 MiB is a good size",
             )
         return found
@@ -405,7 +491,10 @@ def _coded(row: _Stepped, optimizer: str, divided: Divided | None) -> _Stepped:
 
 
 def _alike(row_of: Mapping[int, _Stepped], parcels: Sequence[Parcel]) -> Hashable:
-    """What the chunks of a record follow from. Only records on `meta` have the same parcels as others."""
+    """What the chunks of a record follow from.
+
+    Only records on `meta` have the same parcels as others.
+    """
     rows = ((number, row.group, row.schema, row.parameter) for number, row in row_of.items())
     forms = [(*row, p.requires_grad, local_of(p).shape, local_of(p).stride()) for *row, p in rows]
     slot = slot_of(next(iter(row_of.values())).parameter)
@@ -413,8 +502,11 @@ def _alike(row_of: Mapping[int, _Stepped], parcels: Sequence[Parcel]) -> Hashabl
 
 
 def _choose_tiers(chunks: Iterable[Chunk], row_of: Mapping[Tensor, _Stepped]) -> None:
-    """So many chunks in their tier as its fraction says, taking turns with those that stay on the device. A parcel that
-    mixes tiers goes where the states of its first parameter go."""
+    """So many chunks in their tier as its fraction says,
+    taking turns with those that stay on the device.
+
+    A parcel that mixes tiers goes where the states of its first parameter go.
+    """
     total: Counter[Tier | None] = Counter()
     there: Counter[Tier | None] = Counter()
     for chunk in chunks:

@@ -1,8 +1,10 @@
-"""Blocks of a state that several ranks have parts of: which parameters have such, and how large their values are.
+"""Blocks of a state that several ranks have parts of: which parameters have such,
+and how large their values are.
 
-[Note: tried first] The scale of a block is its largest value after the step. So the parameters that have divided blocks are
-stepped twice: first copies of them, which says how large the new states are; ranks take the largest of each block; and then
-they are stepped with all others. Their gradients and values are read twice, what is beside them is not.
+[Note: tried first] The scale of a block is its largest value after the step. So the parameters that
+have divided blocks are stepped twice: first copies of them, which says how large the new states
+are; ranks take the largest of each block; and then they are stepped with all others. Their
+gradients and values are read twice, what is beside them is not.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def divided_among(parameters: Sequence[Tensor]) -> dict[Tensor, Divided]:
         bits = [_is_divided(each) for each in numberings]
         for line in _lines(mesh):
             bits = Bits(line, bits, _WHAT).read()
-        found |= {p: Divided(each) for p, each, bit in zip(members, numberings, bits, strict=True) if bit}
+        found |= {
+            p: Divided(each) for p, each, bit in zip(members, numberings, bits, strict=True) if bit
+        }
     return found
 
 
@@ -49,14 +53,16 @@ def _is_divided(numbering: Numbering) -> bool:
     if not numel or not numbering.is_in_order:
         return numel > 0
     begins, _ = numbering.runs(0, numel)
-    return bool((begins % BLOCK_NUMEL).any())  # where a run ends inside a block, one of another rank begins there
+    # Where a run ends inside a block, a run of another rank begins there.
+    return bool((begins % BLOCK_NUMEL).any())
 
 
 def agree_on_largest(largest: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Makes the largest values of the blocks of some parameters those of all ranks, and keeps them as what is coded by next.
+    """Makes the largest values of the blocks of some parameters those of all ranks,
+    and keeps them as what is coded by next.
 
-    Communicates 8 (n-1)/n bytes for each block and state from each rank, along the axes of the mesh. Ranks with other states
-    of these parameters than this one raise `DisagreementError`.
+    Communicates 8 (n-1)/n bytes for each block and state from each rank, along the axes of the
+    mesh. Ranks with other states of these parameters than this one raise `DisagreementError`.
     """
     for mesh, members in _by_mesh(largest).items():
         rows = [row for parameter in members for row in largest[parameter].values()]
@@ -74,7 +80,8 @@ def agree_on_largest(largest: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
 
 
 def _take_largest(line: Line, values: Tensor, check: str) -> None:
-    """Takes the largest of each number over ranks, in place: each rank does so for a part, and sends it to all."""
+    """Takes the largest of each number over ranks, in place:
+    each rank does so for a part, and sends it to all."""
     others = [rank for rank in range(line.size) if rank != line.rank]
     parts = values.tensor_split(line.size)
     own = parts[line.rank]
@@ -90,12 +97,14 @@ def _take_largest(line: Line, values: Tensor, check: str) -> None:
 
 
 def sent_along(states: Mapping[Tensor, int]) -> Counter[str]:
-    """Bytes that this rank sends in `agree_on_largest`, by the name of the axis, for parameters with so many states."""
+    """Bytes that this rank sends in `agree_on_largest`, by the name of the axis,
+    for parameters with so many states."""
     found = Counter[str]()
     for mesh, members in _by_mesh(states).items():
         numel = sum(states[parameter] * blocks_of(parameter.numel()) for parameter in members)
         for line in _lines(mesh):
-            own = numel // line.size + (line.rank < numel % line.size)  # what `tensor_split` gives to this rank
+            # Elements that `tensor_split` gives to this rank.
+            own = numel // line.size + (line.rank < numel % line.size)
             found[line.axes[0].name] += 4 * (numel - own + own * (line.size - 1))
     return found
 
@@ -108,4 +117,6 @@ def _by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tenso
 
 
 def _lines(mesh: DeviceMesh | None) -> list[Line]:
-    return [] if mesh is None else [line_over([axis]) for axis in axes_of(mesh, range(mesh.ndim), _WHAT)]
+    if mesh is None:
+        return []
+    return [line_over([axis]) for axis in axes_of(mesh, range(mesh.ndim), _WHAT)]

@@ -1,17 +1,21 @@
 """States in 8 bits: which ones, and how those of a piece of a parameter are coded.
 
-    exp_avg         |-- 256 elements --|-- 256 --|-- 256 --|- 144 -|     of the whole parameter, row by row
-    exp_avg.codes   |------------------|---------|---------|-------|     a byte an element
-    exp_avg.scales  |        4         |    4    |    4    |   4   |     the largest absolute value of each block, in float32
+    exp_avg         |-- 256 elements --|-- 256 --|- 144 -|     of the whole parameter, row by row
+    exp_avg.codes   |------------------|---------|-------|     a byte an element
+    exp_avg.scales  |        4         |    4    |   4   |     the largest absolute value of each
+                                                               block, in float32
 
-Blocks are those of the whole tensor, so a state is the same number however the tensor is cut. Where the cuts fall between
-blocks, a rank has all of its blocks, one after the other in memory. Else the parameter is *divided*: each rank has the scales
-of all blocks, and ranks tell one another how large the values of a step are before they are coded (`shared_blocks.py`). The
-codes of such a parameter stay in memory, where its next step can be tried.
+Blocks are those of the whole tensor, so a state is the same number however the tensor is cut. Where
+the cuts fall between blocks, a rank has all of its blocks, one after the other in memory. Else the
+parameter is *divided*: each rank has the scales of all blocks, and ranks tell one another how large
+the values of a step are before they are coded (`shared_blocks.py`). The codes of such a parameter
+stay in memory, where its next step can be tried.
 
-Small parameters keep their states in float32, as torchao and bitsandbytes do: norms and biases are few, and need precision.
+Small parameters keep their states in float32, as torchao and bitsandbytes do:
+norms and biases are few, and need precision.
 
-Source: 8-bit Optimizers via Block-wise Quantization, Dettmers et al. 2022, arXiv:2110.02861: blocks, dynamic codes.
+Source: 8-bit Optimizers via Block-wise Quantization, Dettmers et al. 2022,
+arXiv:2110.02861: blocks, dynamic codes.
 """
 
 from __future__ import annotations
@@ -33,15 +37,23 @@ from zero_fn.values.numbering import Numbering
 from zero_fn.values.strides import dense_stride, flat_in
 
 __all__ = [
-    "CODES", "MOMENTS", "SCALES", "Coded", "Divided", "blocks_of", "coded_schema", "may_be_coded", "note_largest",
-    "scales_shape",
-]
+    "CODES", "MOMENTS", "SCALES", "Coded", "Divided", "blocks_of", "coded_schema", "may_be_coded",
+    "note_largest", "scales_shape",
+]  # fmt: skip
 
 MOMENTS: Mapping[str, bool] = {
-    "exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False, "exp_inf": False, "momentum_buffer": True,
-    "square_avg": False, "acc_delta": False, "grad_avg": True, "sum": False,
+    "exp_avg": True,
+    "exp_avg_sq": False,
+    "max_exp_avg_sq": False,
+    "exp_inf": False,
+    "momentum_buffer": True,
+    "square_avg": False,
+    "acc_delta": False,
+    "grad_avg": True,
+    "sum": False,
 }
-"""States that can be coded, by the names that torch gives them, and whether their values may be below zero."""
+"""States that can be coded, by the names that torch gives them,
+and whether their values may be below zero."""
 
 CODES, SCALES = ".codes", ".scales"
 """What follows the name of a state where its parts are saved."""
@@ -74,21 +86,26 @@ def coded_schema(schema: Schema, parameter: Tensor, optimizer: str) -> Schema:
                 f"{optimizer} keeps a state that has no form in 8 bits.",
                 state=f"{name!r}, {str(dtype).removeprefix('torch.')}{list(parameter.shape)}",
                 why=f"known are {', '.join(MOMENTS)}, in float32",
-                fix="AdamW, Adam, NAdam, RAdam, Adamax, SGD, RMSprop, Adagrad or Adadelta of torch.optim, over parameters in "
-                "float32, or rounded: model = zf.precision(model, rest=torch.bfloat16, round='stochastic')",
+                fix="AdamW, Adam, NAdam, RAdam, Adamax, SGD, RMSprop, Adagrad or Adadelta of "
+                "torch.optim, over parameters in float32, or rounded: model = "
+                "zf.precision(model, rest=torch.bfloat16, round='stochastic')",
             )
     return tuple((name, dtype if name == COMPENSATION else torch.uint8) for name, dtype in schema)
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape under which the scales of a tensor are saved: its outer dims, and the blocks of what is inside of them."""
-    dims = next((dim for dim in reversed(range(len(shape))) if prod(shape[dim:]) % BLOCK_NUMEL == 0), 0)
+    """The shape under which the scales of a tensor are saved: its outer dims,
+    and the blocks of what is inside of them."""
+    dims = next(
+        (dim for dim in reversed(range(len(shape))) if prod(shape[dim:]) % BLOCK_NUMEL == 0), 0
+    )
     return (*shape[:dims], blocks_of(prod(shape[dims:])))
 
 
 @dataclass(eq=False)
 class Divided:
-    """The blocks of a parameter whose cuts fall into blocks, or whose elements lie in another order than its rows."""
+    """The blocks of a parameter whose cuts fall into blocks,
+    or whose elements lie in another order than its rows."""
 
     numbering: Numbering
     # By name of a state the scales of all blocks that the next values are coded by.
@@ -100,7 +117,8 @@ class Divided:
         return blocks_of(prod(self.numbering.shape))
 
     def largest_of(self, parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The largest values of each block of whole states on this rank, which the states are coded by next."""
+        """The largest values of each block of whole states on this rank,
+        which the states are coded by next."""
         local, found = local_of(parameter), dict[str, Tensor]()
         for name in sorted(states.keys() & MOMENTS.keys()):
             value = local_of(states[name])
@@ -126,7 +144,10 @@ class Coded:
     __slots__ = ("divided", "in_memory", "names", "scales", "schema", "start", "stop")
 
     def __init__(self, schema: Schema, start: int, stop: int, divided: Divided | None) -> None:
-        self.schema, self.start, self.stop, self.divided = schema, start, stop, divided
+        self.schema = schema
+        self.start = start
+        self.stop = stop
+        self.divided = divided
         self.names = frozenset(name for name, dtype in schema if dtype == torch.uint8)
         self.scales: dict[str, Tensor] = {}
         self.in_memory: dict[str, Tensor] = {}  # all of a divided parameter, as it rests
@@ -135,13 +156,18 @@ class Coded:
         """Takes memory for what does not rest in a chunk."""
         for name, dtype in self.schema:
             if self.divided is not None:  # its scales come with its first values
-                self.in_memory[name] = torch.zeros(self.stop - self.start, dtype=dtype, device=device)
+                self.in_memory[name] = torch.zeros(
+                    self.stop - self.start, dtype=dtype, device=device
+                )
             elif name in self.names:
                 self.scales[name] = torch.zeros(blocks_of(self.stop - self.start), device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes beside a chunk. The pieces of a divided parameter share its scales."""
+        """Bytes of memory that it takes beside a chunk.
+
+        The pieces of a divided parameter share its scales.
+        """
         if self.divided is None:
             return 4 * len(self.names) * blocks_of(self.stop - self.start)
         scales = 4 * len(self.names) * self.divided.count if self.start == 0 else 0

@@ -1,4 +1,5 @@
-"""The states of an optimizer, in chunks, where they rest; and the states of whole parameters, in memory."""
+"""The states of an optimizer, in chunks, where they rest;
+and the states of whole parameters, in memory."""
 
 from __future__ import annotations
 
@@ -42,12 +43,15 @@ class States:
         self.known = parameters
         self.stores: dict[Tier | None, Store] = {}  # the store of the states of chunks, by tier
         self.chunks = planner.chunks(parameters, divided)
-        # The pieces of states in 8 bits whose blocks other ranks have parts of, and where they are stepped.
+        # The pieces of states in 8 bits whose blocks other ranks have parts of,
+        # and where they are stepped.
         self.divided: dict[Tensor, list[tuple[ParameterPiece, torch.device]]] = {}
         for chunk in self.chunks:
             for cut in chunk.cuts:
                 if cut.coded is not None:
-                    cut.coded.make(device := chunk.device if chunk.tier is None else torch.device("cpu"))
+                    cut.coded.make(
+                        device := chunk.device if chunk.tier is None else torch.device("cpu")
+                    )
                     if cut.coded.divided is not None:
                         self.divided.setdefault(cut.parameter, []).append((cut, device))
         for (tier, device), members in rooms_of(self.chunks).items():
@@ -60,7 +64,9 @@ class States:
                 if states.get(cut.parameter):
                     cut.keep(room.memory, dict(_pieces_of(states[cut.parameter], cut)))
 
-        filled = [chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)]
+        filled = [
+            chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)
+        ]
         self._visit(filled, fill)
         sizes = [chunk.window_nbytes for chunk in self.chunks if chunk.window_nbytes]
         # Buffers for parameters and gradients that are not where they are stepped. (windows.py)
@@ -76,15 +82,19 @@ class States:
                     _join(found[cut.parameter], name, value, cut)
 
         self._visit([chunk for chunk in self.chunks if chunk.is_stored], visit, writes=False)
-        return defaultdict(dict, {parameter: found[parameter] for parameter in self.known if parameter in found})
+        return defaultdict(
+            dict, {parameter: found[parameter] for parameter in self.known if parameter in found}
+        )
 
     def shown(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """The states of each parameter, read-only: values in memory, and None for each state in a chunk."""
+        """The states of each parameter, read-only: values in memory,
+        and None for each state in a chunk."""
         found: defaultdict[Tensor, Mapping[str, Any]] = defaultdict(lambda: MappingProxyType({}))
         for chunk in self.chunks:
             for cut in chunk.cuts:
                 if cut.resident or cut.present:
-                    # By name: torch loads those states of a flattened state_dict whose names it finds here.
+                    # By name: torch loads those states of a flattened state_dict whose
+                    # names it finds here.
                     in_chunk = dict.fromkeys(name for name in cut.fields if name in cut.present)
                     states = MappingProxyType({**cut.resident, **in_chunk})
                     found.setdefault(cut.parameter, states)
@@ -108,8 +118,11 @@ class States:
                 raise PlacementError(
                     "A gradient does not rest as its parameter does.",
                     parameter=name_of(parameter),
-                    gradient=f"over {axes_text(grad.device_mesh)}" if isinstance(grad, DTensor) else "a plain tensor",
-                    fix="let backward compute it, or distribute_tensor(grad, p.device_mesh, p.placements)",
+                    gradient=f"over {axes_text(grad.device_mesh)}"
+                    if isinstance(grad, DTensor)
+                    else "a plain tensor",
+                    fix="let backward compute it, or distribute_tensor(grad, "
+                    "p.device_mesh, p.placements)",
                 )
             is_alike = (local.numel(), local.dtype) == (cut.numel, cut.dtype)
             is_of_shape = not cut.piece.is_whole or tuple(local.shape) == cut.shape
@@ -117,7 +130,8 @@ class States:
                 raise StateError(
                     "A parameter has changed since its optimizer was streamed.",
                     parameter=name_of(parameter),
-                    expected=f"{cut.numel} elements of {str(cut.dtype).removeprefix('torch.')} on this rank",
+                    expected=f"{cut.numel} elements of {str(cut.dtype).removeprefix('torch.')} "
+                    "on this rank",
                     why="its states have the shape and dtype it had; nothing was updated",
                     fix="cast or replace parameters before the optimizer is built",
                 )
@@ -137,20 +151,22 @@ class States:
 
 
 def _is_in_its_parcel(cut: ParameterPiece, chunk: Chunk) -> bool:
-    """Whether the piece of a parameter still lies in its parcel as planned; true of one that rests in no tier."""
+    """Whether the piece of a parameter still lies in its parcel as planned;
+    true of one that rests in no tier."""
     if chunk.parcel is None:
         return True
     place = place_of(cut.parameter)
     if place is None or chunk.parcel >= len(place.parcels):
         return False
-    parcel, span = place.parcels[chunk.parcel], (place.number, cut.piece.start, cut.piece.stop, cut.in_parcel)
+    parcel = place.parcels[chunk.parcel]
+    span = (place.number, cut.piece.start, cut.piece.stop, cut.in_parcel)
     return any(
         (piece.parameter, piece.start, piece.stop, offset) == span
         for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
     )
 
 
-# -- whole parameters and pieces -------------------------------------------------------------------------------------
+# -- whole parameters and pieces -------------------------------------------------------------------
 
 
 def _pieces_of(states: Mapping[str, Any], cut: ParameterPiece) -> Iterator[tuple[str, Any]]:
@@ -167,7 +183,8 @@ def _pieces_of(states: Mapping[str, Any], cut: ParameterPiece) -> Iterator[tuple
                     f"The state {name!r} does not fit its parameter.",
                     parameter=f"{name_of(cut.parameter)}, {list(local.shape)} of it on this rank",
                     state=list(own.shape),
-                    fix="load states that were saved with this layout, or through torch.distributed.checkpoint",
+                    fix="load states that were saved with this layout, "
+                    "or through torch.distributed.checkpoint",
                 )
             yield name, own.clone()
             continue
@@ -184,8 +201,11 @@ def _join(states: dict[str, Any], name: str, value: Any, cut: ParameterPiece) ->
     else:
         if name not in states:
             stride = cut.stride if cut.piece.is_whole else local.stride()
-            # Where it is stepped: on the host where the states of all parameters may not fit the device.
-            states[name] = torch.empty_strided(local.shape, stride, dtype=value.dtype, device=value.device)
+            # Where it is stepped: on the host where the states of all
+            # parameters may not fit the device.
+            states[name] = torch.empty_strided(
+                local.shape, stride, dtype=value.dtype, device=value.device
+            )
             if isinstance(parameter, DTensor):
                 spec = spec_on(parameter._spec, parameter.shape, parameter.stride(), value.dtype)
                 states[name] = on_spec(states[name], spec)
@@ -195,15 +215,21 @@ def _join(states: dict[str, Any], name: str, value: Any, cut: ParameterPiece) ->
 def loaded(
     inner: Optimizer, state_dict: dict[str, Any], *, on_host: bool
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-    """The groups and states that an optimizer would load, states in host memory if wanted. The optimizer stays as it was.
+    """The groups and states that an optimizer would load, states in host memory if wanted.
 
-    torch moves each state to the device of its parameter, which may not hold all states, and casts it to its dtype, in which
-    it may not be stepped. So such parameters are replaced for the time by stand-ins, of the same shape and without memory.
+    The optimizer stays as it was.
+
+    torch moves each state to the device of its parameter, which may not hold all states, and casts
+    it to its dtype, in which it may not be stepped. So such parameters are replaced for the time by
+    stand-ins, of the same shape and without memory.
     """
     own = [parameter for group in inner.param_groups for parameter in group["params"]]
     stand_in_of = {id(parameter): _as_stepped(parameter, on_host=on_host) for parameter in own}
     parameter_of = {id(stand_in_of[id(parameter)]): parameter for parameter in own}
-    groups = [{**group, "params": [stand_in_of[id(p)] for p in group["params"]]} for group in inner.param_groups]
+    groups = [
+        {**group, "params": [stand_in_of[id(p)] for p in group["params"]]}
+        for group in inner.param_groups
+    ]
     other = stand_in(inner, groups, defaultdict(dict))
     other.load_state_dict(state_dict)
     groups, states = other.param_groups, other.state

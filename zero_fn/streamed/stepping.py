@@ -1,11 +1,14 @@
-"""Steps of a streamed optimizer: its own arithmetic on the pieces of each chunk, and what becomes of one that fails.
+"""Steps of a streamed optimizer: its own arithmetic on the pieces of each chunk,
+and what becomes of one that fails.
 
-[Note: where a step is computed] A step is computed where the states are: on the host if they rest in another tier than the
-memory of an accelerator, as in ZeRO-Offload (Ren et al. 2021, section 4.1). States are the larger part, so gradients and
-parameters on the device are copied to the host, and the parameters back; what rests in a tier is on the host already.
+[Note: where a step is computed] A step is computed where the states are: on the host if they rest
+in another tier than the memory of an accelerator, as in ZeRO-Offload (Ren et al. 2021, section
+4.1). States are the larger part, so gradients and parameters on the device are copied to the host,
+and the parameters back; what rests in a tier is on the host already.
 
-[Note: a step that failed half-way] Chunks before the failure are stepped, chunks after it are not, and the rest of a
-training loop cannot know. So the optimizer refuses to step until its states are loaded again, on every rank.
+[Note: a step that failed half-way] Chunks before the failure are stepped, chunks after it are not,
+and the rest of a training loop cannot know. So the optimizer refuses to step until its states are
+loaded again, on every rank.
 """
 
 from __future__ import annotations
@@ -48,21 +51,32 @@ class Steps:
     """The steps of an optimizer."""
 
     def __init__(self, inner: Optimizer, *, waits: bool) -> None:
-        self.waits = waits  # whether parameters in tiers are stepped when they are used next (`finish="forward"`)
+        # Whether parameters in tiers are stepped when they are used next (`finish="forward"`).
+        self.waits = waits
         self.failed: str | None = None  # why the last step stopped half-way; None if it did not
-        self.waiting: Waiting | None = None  # the part of the last step that waits; None if nothing does
-        self.is_backwards = False  # the next step, from the last chunk to the first. [Note: back and forth]
+        # The part of the last step that waits; None if nothing does.
+        self.waiting: Waiting | None = None
+        # Whether the next step goes from the last chunk to the first. [Note: back and forth]
+        self.is_backwards = False
         self._inner = inner
 
     def __del__(self) -> None:
-        """Parameters outlive their optimizer. Nothing is stepped here: the garbage collector may call it at any moment."""
+        """Parameters outlive their optimizer.
+
+        Nothing is stepped here: the garbage collector may call it at any moment.
+        """
         if self.waiting is not None:
             self.waiting.abandon()
 
     def take(self, states: States) -> None:
         """Steps the parameters that have gradients."""
-        grads = {id(p): p.grad for p in states.known if p.grad is not None}  # torch takes longer for a hash
-        chunks = [chunk for chunk in states.chunks if any(id(cut.parameter) in grads for cut in chunk.cuts)]
+        # By id, because torch takes longer for a hash.
+        grads = {id(p): p.grad for p in states.known if p.grad is not None}
+        chunks = [
+            chunk
+            for chunk in states.chunks
+            if any(id(cut.parameter) in grads for cut in chunk.cuts)
+        ]
         for chunk in chunks:
             states.require_as_planned(chunk)
         now: list[Chunk] = []
@@ -73,7 +87,8 @@ class Steps:
             stepped = [tensor for p in parameters if id(p) in grads for tensor in (p, grads[id(p)])]
             records = records_of([*stepped, *parameters])
             for record in records:
-                record.settle()  # two steps of one parcel at once would each write back what the other has changed
+                # Two steps of one parcel at once would each write back what the other has changed.
+                record.settle()
             if self.waits and all(map(_is_in_a_tier, stepped)):
                 later.append(chunk)
                 of_later.append(records)
@@ -92,8 +107,8 @@ class Steps:
             raise
 
     def tried(self, states: States) -> dict[Tensor, dict[str, Tensor]]:
-        """The largest values of each block of divided states after this step, on this rank; of none of a parameter without a
-        gradient. [Note: tried first]"""
+        """The largest values of each block of divided states after this step, on this rank; of none
+        of a parameter without a gradient. [Note: tried first]"""
         step = _Step(self._inner)
         found = {parameter: dict[str, Tensor]() for parameter in states.divided}
         for chunk in states.chunks:
@@ -130,7 +145,8 @@ class Steps:
             raise
 
     def finish_on_all_ranks(self, parameters: Sequence[Tensor]) -> None:
-        """Finishes the part of the last step that waits, on all ranks; all raise if it fails on one."""
+        """Finishes the part of the last step that waits, on all ranks;
+        all raise if it fails on one."""
         if self.waits:
             self.on_all_ranks(parameters, self.finish)
 
@@ -141,7 +157,8 @@ class Steps:
                 f"{verb} of an optimizer whose step failed half-way.",
                 failed=self.failed,
                 why="some parameters are one step ahead of the others",
-                fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
+                fix="load the last checkpoint: model.load_state_dict(...); "
+                "optimizer.load_state_dict(...)",
             )
 
 
@@ -156,10 +173,15 @@ class _Step:
     def __init__(self, inner: Optimizer) -> None:
         """Begins a step of the optimizer whose arithmetic it is."""
         self.count = 0  # number of chunks that were updated, at least in part
-        self._inner, self._room = inner, torch.empty(0, device="cpu")
-        # The options of now, whatever is in the groups, and in the tensors in them, when a chunk is stepped.
+        self._inner = inner
+        self._room = torch.empty(0, device="cpu")
+        # The options of now, whatever is in the groups, and in the tensors in them,
+        # when a chunk is stepped.
         self._options = [
-            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+            }
             for group in inner.param_groups
         ]
 
@@ -171,14 +193,19 @@ class _Step:
         if window.record is not None and chunk.parcel is not None and window.copy.numel():
             rooms = window.record.begin_copy(chunk.parcel, window.copy)
         codes = CodesInPlace() if states.device.type == "cpu" and takes_codes(self._inner) else None
-        own = {cut: cut.states(states) if codes is None else codes.of(cut, states) for cut in window.values}
+        own = {
+            cut: cut.states(states) if codes is None else codes.of(cut, states)
+            for cut in window.values
+        }
         stepping, stepped, widened = self._arranged(window.values, window.grads, own, states.device)
         sends = _sends(stepped, rooms) if states.device.type == "cpu" else {}
         if not steps_in_one_pass(stepping, sends, codes.scales if codes is not None else {}):
             sends = {}
             if codes is not None and codes.scales:
                 own = {cut: cut.states(states) for cut in stepped}
-                stepping, stepped, widened = self._arranged(window.values, window.grads, own, states.device)
+                stepping, stepped, widened = self._arranged(
+                    window.values, window.grads, own, states.device
+                )
             for piece in stepped.values():
                 _widen(piece)
             raw_step(stepping)
@@ -194,10 +221,16 @@ class _Step:
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
-    def tried(self, cut: ParameterPiece, value: Tensor, grad: Tensor, device: torch.device) -> Mapping[str, Any]:
-        """The states of a piece after this step, of which nothing else changes. [Note: tried first]"""
+    def tried(
+        self, cut: ParameterPiece, value: Tensor, grad: Tensor, device: torch.device
+    ) -> Mapping[str, Any]:
+        """The states of a piece after this step, of which nothing else changes.
+        [Note: tried first]"""
         value, grad = (cut.of(whole).to(device, copy=True) for whole in (value, grad))
-        own = {name: each.clone() if isinstance(each, Tensor) else each for name, each in cut.states(NOTHING).items()}
+        own = {
+            name: each.clone() if isinstance(each, Tensor) else each
+            for name, each in cut.states(NOTHING).items()
+        }
         stepping, stepped, _ = self._arranged({cut: value}, {cut: grad}, {cut: own}, device)
         _widen(stepped[cut])
         raw_step(stepping)
@@ -211,8 +244,8 @@ class _Step:
         own: Mapping[ParameterPiece, dict[str, Any]],
         device: torch.device,
     ) -> tuple[Optimizer, dict[ParameterPiece, nn.Parameter], dict[ParameterPiece, Widened]]:
-        """The optimizer over pieces with these states, what it updates in place of the user's parameters, and which of these
-        are to be rounded."""
+        """The optimizer over pieces with these states, what it updates in place of the user's
+        parameters, and which of these are to be rounded."""
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         stepped: dict[ParameterPiece, nn.Parameter] = {}
@@ -226,7 +259,9 @@ class _Step:
                 if rounding_of(cut.parameter) is not None:
                     own_room, room = room[: value.numel()], room[value.numel() :]
                     numbering = numbering_of(cut.parameter)
-                    widened[cut] = Widened(cut.parameter, value, own[cut], numbering, cut.piece.start, own_room)
+                    widened[cut] = Widened(
+                        cut.parameter, value, own[cut], numbering, cut.piece.start, own_room
+                    )
                     value = widened[cut].values
                 piece = stepped[cut] = _stand_in(cut, value, grads[cut].to(device))
                 members.append(piece)
@@ -236,14 +271,16 @@ class _Step:
         return stand_in(self._inner, groups, state), stepped, widened
 
     def _room_of(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for values in float32, shared by all chunks: to get new memory takes longer than to step them."""
+        """Memory for values in float32, shared by all chunks:
+        to get new memory takes longer than to step them."""
         if self._room.numel() < numel or self._room.device != device:
             self._room = torch.empty(numel, device=device)
         return self._room
 
 
 def _stand_in(cut: ParameterPiece, value: Tensor, grad: Tensor) -> nn.Parameter:
-    """The parameter that the optimizer updates in place of the user's: the piece, with the piece of the gradient."""
+    """The parameter that the optimizer updates in place of the user's: the piece,
+    with the piece of the gradient."""
     piece = nn.Parameter(value, requires_grad=cut.parameter.requires_grad)
     vars(piece).update(attributes_of(cut.parameter))
     if grad.dtype != piece.dtype:
@@ -261,8 +298,11 @@ def _widen(piece: nn.Parameter) -> None:
         piece.grad = grad.to(piece.dtype)
 
 
-def _sends(stepped: Mapping[ParameterPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
-    """The compute copies in bfloat16, which the kernel writes beside the parameters that it steps, by parameter."""
+def _sends(
+    stepped: Mapping[ParameterPiece, nn.Parameter], rooms: Mapping[int, Tensor]
+) -> dict[Tensor, Tensor]:
+    """The compute copies in bfloat16, which the kernel writes beside the parameters
+    that it steps, by parameter."""
     found: dict[Tensor, Tensor] = {}
     for cut, piece in stepped.items():
         room = rooms.get(cut.in_parcel) if cut.in_parcel is not None and cut.piece.numel else None

@@ -1,4 +1,5 @@
-"""Where the runtime rests a parameter and its gradient: in memory, or in parcels of a record in another tier."""
+"""Where the runtime rests a parameter and its gradient: in memory,
+or in parcels of a record in another tier."""
 
 from __future__ import annotations
 
@@ -22,17 +23,28 @@ __all__ = ["RestsAt", "device_of", "follow", "groups_of", "passing_sizes", "plac
 
 
 class RestsAt(NamedTuple):
-    """The parcels in which a parameter rests in another tier; or its gradient, if the parameter itself is in memory."""
+    """The parcels in which a parameter rests in another tier; or its gradient,
+    if the parameter itself is in memory."""
 
-    record: Hashable  # the record of the parcels; for a parameter on `meta` a key that stands for its future record
+    # The record of the parcels; for a parameter on `meta` a key that stands for its future record.
+    record: Hashable
     number: int  # the number of the tensor in the record
     parcels: Sequence[Parcel]
 
 
 def place_of(parameter: Tensor) -> RestsAt | None:
-    """The place of a parameter; None if it and its gradient are in memory. On `meta`, the place that it will get."""
+    """The place of a parameter; None if it and its gradient are in memory.
+
+    On `meta`, the place that it will get.
+    """
     local, slot = local_of(parameter), slot_of(parameter)
-    away = local if isinstance(local, TierTensor) else slot.gradient_place if slot is not None else None
+    away = (
+        local
+        if isinstance(local, TierTensor)
+        else slot.gradient_place
+        if slot is not None
+        else None
+    )
     if away is not None:
         record = away.record
         return RestsAt(record, away.number, record.parcels)
@@ -46,9 +58,12 @@ def place_of(parameter: Tensor) -> RestsAt | None:
 
 
 def device_of(parameter: Tensor) -> torch.device:
-    """The device that computes with a parameter; on `meta` the one that will, if a transform chose it."""
+    """The device that computes with a parameter; on `meta` the one that will,
+    if a transform chose it."""
     slot, local = slot_of(parameter), local_of(parameter)
-    return torch.device(slot.kind.device_type) if local.is_meta and slot is not None else local.device
+    if local.is_meta and slot is not None:
+        return torch.device(slot.kind.device_type)
+    return local.device
 
 
 def follow(parameter: Tensor) -> None:
@@ -62,13 +77,18 @@ def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
     """The groups of the runtime to which any of these parameters belong."""
     pairs = ((slot, unit_of(slot)) for slot in map(slot_of, parameters))
     return list(
-        dict.fromkeys(unit.memory.group_of(slot) for slot, unit in pairs if slot is not None and unit is not None)
+        dict.fromkeys(
+            unit.memory.group_of(slot)
+            for slot, unit in pairs
+            if slot is not None and unit is not None
+        )
     )
 
 
 def passing_sizes(parameter: Tensor) -> list[int]:
-    """Bytes that pass through a buffer for each parcel of the group of a parameter: parameters, their compute copies and
-    gradients, where these are not in memory of the host; empty if all are."""
+    """Bytes that pass through a buffer for each parcel of the group of a parameter:
+    parameters, their compute copies and gradients, where these are not in memory of the host;
+    empty if all are."""
     away = [each for group in groups_of([parameter]) for each in group.forms_away()]
     rows = [planned_parcels(tuple(forms)) for (_, tier), forms in away if not isinstance(tier, Cpu)]
     return [sum(parcel.nbytes for parcel in parcels) for parcels in zip(*rows, strict=True)]

@@ -1,11 +1,13 @@
-"""What a step of a chunk reads and writes beside states: parameters, their compute copies, and gradients.
+"""What a step of a chunk reads and writes beside states: parameters,
+their compute copies, and gradients.
 
     in a tier          the parcel of the chunk, read and written back beside its states
-    on an accelerator  copies on the host, where the states are: parameters and gradients come, and parameters go back
+    on an accelerator  copies on the host, where the states are: parameters and gradients come,
+                       and parameters go back
     in memory          themselves
 
-Parcels of a disk, and copies of what is on an accelerator, lie in one buffer of a ring: while one chunk is stepped, the next
-ones come and the last one leaves.
+Parcels of a disk, and copies of what is on an accelerator, lie in one buffer of a ring: while one
+chunk is stepped, the next ones come and the last one leaves.
 
 Source: ZeRO-Offload, Ren et al. 2021, 4.1: states on the host, stepped there.
 """
@@ -54,30 +56,36 @@ class Window(InMemory):
         self.values: dict[ParameterPiece, Tensor] = {}
         self.grads: dict[ParameterPiece, Tensor] = {}
         self.record = record
-        # Copies of parameters that go back to an accelerator: each parameter there, and its copy here.
+        # Copies of parameters that go back to an accelerator:
+        # each parameter there, and its copy here.
         self.leaving: list[tuple[Tensor, Tensor]] = []
-        self._for_parcels, self._for_copies = buffer[:parcels_nbytes], buffer[parcels_nbytes:]
-        # parcel, copy: memory of their parcel, and of the parcel of their compute copies; empty if there is none.
+        self._for_parcels = buffer[:parcels_nbytes]
+        self._for_copies = buffer[parcels_nbytes:]
+        # parcel, copy: memory of their parcel, and of the parcel of their compute copies;
+        # empty if there is none.
         self.parcel = self.copy = NOTHING
 
     def open(self, record: Record | None, index: int, *, is_read: bool = True) -> Tensor:
-        """Memory of one parcel: in the tier if that is the host, else in the buffer, where it begins to arrive if wanted."""
+        """Memory of one parcel: in the tier if that is the host, else in the buffer,
+        where it begins to arrive if wanted."""
         if record is None:
             return NOTHING
         parcel = record.parcels[index]
         if record.shelf.is_addressable:
             return record.memory_of(parcel)
         assert parcel.nbytes <= self._for_parcels.numel(), "more than was planned"
-        memory, self._for_parcels = self._for_parcels[: parcel.nbytes], self._for_parcels[parcel.nbytes :]
+        memory = self._for_parcels[: parcel.nbytes]
+        self._for_parcels = self._for_parcels[parcel.nbytes :]
         if is_read:
             self.transfers.append(record.read_parcel(parcel, memory))
         return memory
 
     def bring(self, there: Tensor) -> Tensor | None:
-        """Begins to copy a tensor of an accelerator into the buffer; None if it is not on one, or has no room there.
+        """Begins to copy a tensor of an accelerator into the buffer;
+        None if it is not on one, or has no room there.
 
-        The copy is laid out alike if the tensor is dense. Copies the other way round need memory of their own, which is gone
-        before an asynchronous one has ended.
+        The copy is laid out alike if the tensor is dense. Copies the other way round need memory of
+        their own, which is gone before an asynchronous one has ended.
         """
         left = self._for_copies.numel()
         if not left or isinstance(there, TierTensor) or not is_accelerator(there.device.type):
@@ -87,7 +95,11 @@ class Window(InMemory):
             return None
         flat = self._for_copies[:nbytes].view(there.dtype)
         self._for_copies = self._for_copies[padded_nbytes(there.numel(), there.itemsize) :]
-        copy = flat.view(there.shape) if not is_dense(there) else flat.as_strided(there.shape, there.stride())
+        copy = (
+            flat.view(there.shape)
+            if not is_dense(there)
+            else flat.as_strided(there.shape, there.stride())
+        )
         self.transfers.append(DeviceCopy(copy, there))
         return copy
 
@@ -96,7 +108,8 @@ class Windows:
     """Windows as a `ChunkSource`, for one pass."""
 
     def __init__(self, ring: StagingBuffers, grads: Mapping[int, Tensor]) -> None:
-        self._ring, self._grads = ring, grads
+        self._ring = ring
+        self._grads = grads
         self._turn = 0
         self._laid: dict[int, Tensor] = {}
 
@@ -111,8 +124,12 @@ class Windows:
         grads, begins = NOTHING, dict[int, int]()
         if chunk.parcel is not None:
             window.parcel = window.open(window.record, chunk.parcel)
-            window.copy = window.open(window.record and window.record.copies, chunk.parcel, is_read=False)
-            in_parcel = {cut: record for cut in cuts if (record := self._gradient_record(cut)) is not None}
+            window.copy = window.open(
+                window.record and window.record.copies, chunk.parcel, is_read=False
+            )
+            in_parcel = {
+                cut: record for cut in cuts if (record := self._gradient_record(cut)) is not None
+            }
             gradients = next(iter(in_parcel.values()), None)
             grads = window.open(gradients, chunk.parcel)
             if gradients is not None:  # in another dtype than their parameters they begin elsewhere
@@ -151,7 +168,8 @@ class Windows:
 
     def _show_grad(self, cut: ParameterPiece, window: Window) -> None:
         grad = cut.of(self._laid_as_parameter(cut, local_of(self._grads[id(cut.parameter)])))
-        # One in a larger dtype than its parameter would take the room of others: the step copies it.
+        # One in a larger dtype than its parameter would take the room of others:
+        # the step copies it.
         copy = window.bring(grad) if grad.itemsize <= cut.gradient_dtype.itemsize else None
         window.grads[cut] = grad if copy is None else copy
 
@@ -164,7 +182,8 @@ class Windows:
         return self._laid[key]
 
     def _gradient_record(self, cut: ParameterPiece) -> Record | None:
-        """The record of a gradient that rests where its group rests gradients; any other one in a tier is read alone."""
+        """The record of a gradient that rests where its group rests gradients;
+        any other one in a tier is read alone."""
         slot = slot_of(cut.parameter)
         place = slot.gradient_place if slot is not None and cut.in_parcel is not None else None
         is_there = place is not None and same_place(local_of(self._grads[id(cut.parameter)]), place)

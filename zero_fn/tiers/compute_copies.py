@@ -1,14 +1,16 @@
 """Parameters in another tier, and copies of them in the dtype in which they are computed with.
 
-[Note: compute copies] Parameters may be computed with in a smaller dtype than they rest in, bfloat16 for float32. A second
-record then holds copies in that dtype, and a gather reads the copies: half the bytes in each forward and backward. The
-parcels of the copies hold the same pieces as those of the originals, and the version of the original that they were made of.
-A streamed step writes both (the kernel of Adam in one pass). Any other write to an original outdates its copy; the next
-gather then reads the originals and makes the copies anew.
+[Note: compute copies] Parameters may be computed with in a smaller dtype than they rest in,
+bfloat16 for float32. A second record then holds copies in that dtype, and a gather reads the
+copies: half the bytes in each forward and backward. The parcels of the copies hold the same pieces
+as those of the originals, and the version of the original that they were made of. A streamed step
+writes both (the kernel of Adam in one pass). Any other write to an original outdates its copy; the
+next gather then reads the originals and makes the copies anew.
 
-[Note: codes at rest] Where parameters that are not trained travel in a format (`precision(gather=)`), a third record holds
-them as they travel, and a gather reads that: of int4 a quarter of the bytes of bfloat16. It is written by the first gather,
-which has coded them anyway, and again after the originals were written.
+[Note: codes at rest] Where parameters that are not trained travel in a format
+(`precision(gather=)`), a third record holds them as they travel, and a gather reads that: of int4 a
+quarter of the bytes of bfloat16. It is written by the first gather, which has coded them anyway,
+and again after the originals were written.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ _NO_VERSION = -1
 class ParameterRecord(Record):
     """The parameters of a group in a tier."""
 
-    copies: Record | None = None  # the same tensors in the compute dtype, or None. [Note: compute copies]
-    codes: Record | None = None  # the same in the format in which they travel, or None. [Note: codes at rest]
+    # The same tensors in the compute dtype, or None. [Note: compute copies]
+    copies: Record | None = None
+    # The same in the format in which they travel, or None. [Note: codes at rest]
+    codes: Record | None = None
     _coded: Sequence[int] | None = None  # the versions of the parcels that were coded
     _failure: StorageError | None = None  # of the last fetch ahead; `arrived` returns it
 
     @property
     def source(self) -> Record:
-        """The record that a gather would read: codes or copies, if all of them are up to date; else the originals."""
+        """The record that a gather would read: codes or copies,
+        if all of them are up to date; else the originals."""
         self.settle()
         if self.codes is not None and self._coded == self.versions():
             return self.codes
@@ -48,11 +53,17 @@ class ParameterRecord(Record):
     @property
     def read(self) -> Record:
         """The record that was fetched for the gather under way."""
-        return next((each for each in (self.codes, self.copies) if each is not None and each.fetched is not None), self)
+        for each in (self.codes, self.copies):
+            if each is not None and each.fetched is not None:
+                return each
+        return self
 
     def write_codes(self, codes: Mapping[int, Tensor]) -> None:
-        """Writes all parameters as they travel, by number, flat. If the disk fails the codes count as out of date: the gather
-        that made them needs them no more."""
+        """Writes all parameters as they travel, by number, flat.
+
+        If the disk fails the codes count as out of date: the gather that
+        made them needs them no more.
+        """
         assert self.codes is not None
         self._coded = None
         with suppress(StorageError):
@@ -80,7 +91,8 @@ class ParameterRecord(Record):
         return failure
 
     def _arrive_for_gather(self) -> None:
-        """Waits until the record that a gather reads is in memory, and renews copies that are out of date."""
+        """Waits until the record that a gather reads is in memory,
+        and renews copies that are out of date."""
         source, copies = self.source, self.copies
         for record in (self.codes, copies):
             if record is not None and record is not source:
@@ -104,11 +116,15 @@ class ParameterRecord(Record):
                 record.drop()
 
     def begin_copy(self, index: int, room: Tensor) -> dict[int, Tensor]:
-        """Begins to make the copy of a parcel anew. Until `write_copy` is done the copy counts as out of date."""
+        """Begins to make the copy of a parcel anew.
+
+        Until `write_copy` is done the copy counts as out of date.
+        """
         assert self.copies is not None
         copy = self.copies.parcels[index]
         copy.version = _NO_VERSION
-        rooms, places = _pieces(self.copies, copy, room), zip(self.parcels[index].offsets, copy.offsets, strict=True)
+        rooms = _pieces(self.copies, copy, room)
+        places = zip(self.parcels[index].offsets, copy.offsets, strict=True)
         return {begin: rooms[in_copy] for begin, in_copy in places if in_copy in rooms}
 
     def fill_copy(self, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
@@ -125,13 +141,18 @@ class ParameterRecord(Record):
 
 
 class Copying:
-    """The copy of a parcel on its way to the tier. It is a copy of the version that the parcel has now, even if the parcel is
-    written again before `wait`."""
+    """The copy of a parcel on its way to the tier.
+
+    It is a copy of the version that the parcel has now,
+    even if the parcel is written again before `wait`.
+    """
 
     __slots__ = ("_copy", "_transfer", "_version")
 
     def __init__(self, transfer: Transfer | None, parcel: Parcel, copy: Parcel) -> None:
-        self._transfer, self._version, self._copy = transfer, parcel.version, copy
+        self._transfer = transfer
+        self._version = parcel.version
+        self._copy = copy
 
     def wait(self) -> None:
         """See `Transfer.wait`."""

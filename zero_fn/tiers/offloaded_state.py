@@ -1,4 +1,5 @@
-"""The offloaded state of a module: shelves for parameters and gradients, and gradients on their way there."""
+"""The offloaded state of a module: shelves for parameters and gradients,
+and gradients on their way there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ __all__ = ["OffloadedState"]
 class OffloadedState:
     """The shelves of one transformed module, and its gradients that are being written to them.
 
-    If a disk fails during a backward, the error is kept until the end of the backward, when all ranks are told.
+    If a disk fails during a backward, the error is kept until the end of the backward,
+    when all ranks are told.
     """
 
     def __init__(self, transport: Line) -> None:
@@ -33,7 +35,8 @@ class OffloadedState:
         self._shelves: dict[Shelved, TierStorage] = {}
         self._reserved: dict[Shelved, list[int]] = {}
         self.landing = Landing()
-        self.files: StoredFiles | None = None  # files of others in which parameters rest, read in place
+        # Files of other programs in which parameters rest, read in place.
+        self.files: StoredFiles | None = None
         self._writing: deque[Record] = deque()
         self._failure: StorageError | None = None
 
@@ -46,7 +49,9 @@ class OffloadedState:
 
     def shelves(self) -> list[tuple[str, TierStorage]]:
         """All shelves, each with the name of what it holds."""
-        known: list[tuple[str, TierStorage]] = [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
+        known: list[tuple[str, TierStorage]] = [
+            (kind, shelf) for (kind, _), shelf in self._shelves.items()
+        ]
         return known if self.files is None else [*known, ("parameters", self.files)]
 
     def reserve(self, records: dict[Shelved, list[list[Form]]], device: torch.device) -> None:
@@ -57,7 +62,8 @@ class OffloadedState:
             self.shelf(what).stage(max(map(staged_nbytes, forms)), stagings_for(device.type))
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
-        """The place of the next record: the next one that was reserved, or a new one; none if it will be in files."""
+        """The place of the next record: the next one that was reserved, or a new one;
+        none if it will be in files."""
         if self.files is not None and what[0] == "parameters":
             return 0
         reserved = self._reserved.get(what)
@@ -69,8 +75,12 @@ class OffloadedState:
         self._failure = self._failure or failure
 
     def write_gradients(self, record: Record, values: dict[int, Tensor]) -> None:
-        """Begins to write gradients, flat, by number in their record: one record for each staging buffer. On an accelerator
-        those of one record come to the host while those of the record before are written."""
+        """Begins to write gradients, flat, by number in their record:
+        one record for each staging buffer.
+
+        On an accelerator those of one record come to the host while those of
+        the record before are written.
+        """
         with self._failing_at_the_end():
             for other in self._writing:
                 other.go_on()

@@ -1,14 +1,17 @@
 """How the tensors of a record lie in one range of bytes of a tier. Pure arithmetic.
 
-    parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page
-    tensors     |a|-- b --|c|---------- d ----------|  d |e||        each contiguous, on a boundary of 64 bytes
+    parcels   |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|   each begins on a page
+    tensors   |a|-- b --|c|---------- d ----------|  d |e||   each contiguous, on a boundary of 64
+                                                              bytes
 
-A parcel is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward, a tensor
-alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on the size
-of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.values.chunks`).
+A parcel is read and written as one, and has checksums of its own. So a unit is fetched as a whole
+for its forward, a tensor alone for whoever asks for it, and a parcel at a time by a streamed
+optimizer, whose memory then does not depend on the size of the unit. Large tensors are cut where
+vector instructions do not notice (`zero_fn.values.chunks`).
 
-Where states are stepped in memory of the host and nothing is on a disk, parcels are larger: each is a call of a kernel by all
-threads, and with parcels of 4 MiB these calls cost as much as the step itself.
+Where states are stepped in memory of the host and nothing is on a disk, parcels are larger:
+each is a call of a kernel by all threads, and with parcels of 4 MiB these calls cost as much as
+the step itself.
 """
 
 from __future__ import annotations
@@ -48,11 +51,13 @@ class Form(NamedTuple):
 
     numel: int
     dtype: torch.dtype
-    # The dtype whose bytes decide where parcels are cut, so that a record and its compute copies are cut alike; None is
-    # `dtype`.
+    # The dtype whose bytes decide where parcels are cut, so that a record and its compute copies
+    # are cut alike; None is `dtype`.
     packed_as: torch.dtype | None = None
-    parcel_nbytes: int = PARCEL_NBYTES  # most bytes of a parcel, the same for all tensors of a group
-    lands: bool = False  # whether modules see the memory that it is read into (kind.py), the same for all of a group
+    # Most bytes of a parcel, the same for all tensors of a group.
+    parcel_nbytes: int = PARCEL_NBYTES
+    # Whether modules see the memory that it is read into (kind.py), the same for all of a group.
+    lands: bool = False
 
 
 @dataclass(slots=True)
@@ -64,7 +69,8 @@ class Parcel:
     start: int  # its first byte in the record
     nbytes: int
     is_stored: bool = False  # whether it was ever written; before, its elements are zero
-    # How often it was written; of a compute copy, the version of the original that it holds (`compute_copies.py`).
+    # How often it was written; of a compute copy, the version of the original that it
+    # holds (`compute_copies.py`).
     version: int = 0
 
 
@@ -80,11 +86,14 @@ def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
 
 @lru_cache(maxsize=64)  # blocks of a model are alike
 def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
-    """The parcels of a record that is only planned: the same objects for all that are alike, not to be written to."""
+    """The parcels of a record that is only planned: the same objects for all that are alike,
+    not to be written to."""
     packed = chunks_of(
         [form.numel for form in forms],
         [None] * len(forms),
-        lambda number, numel: padded_nbytes(numel, (forms[number].packed_as or forms[number].dtype).itemsize),
+        lambda number, numel: padded_nbytes(
+            numel, (forms[number].packed_as or forms[number].dtype).itemsize
+        ),
         forms[0].parcel_nbytes if forms else PARCEL_NBYTES,
     )
     parcels, start = [], 0
@@ -99,7 +108,10 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
 
 
 def lands(forms: Sequence[Form]) -> bool:
-    """Whether modules see the memory that a record is read into. Small ones are copied: views need not be cut anew."""
+    """Whether modules see the memory that a record is read into.
+
+    Small ones are copied: views need not be cut anew.
+    """
     return bool(forms) and forms[0].lands and record_nbytes(forms) >= _LANDING_NBYTES
 
 

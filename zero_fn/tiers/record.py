@@ -1,14 +1,19 @@
-"""The tensors of one group that rest in another tier, in parcels (`parcels.py`). The way to their bytes:
+"""The tensors of one group that rest in another tier, in parcels (`parcels.py`).
 
-    TierTensor       what modules hold: a tensor without memory; each operation on it opens the record
-    Record           what of a group is in memory, on its way, or waits for a step; versions of parcels
+The way to their bytes:
+
+    TierTensor       what modules hold: a tensor without memory; each operation on
+                     it opens the record
+    Record           what of a group is in memory, on its way, or waits for a step;
+                     versions of parcels
     Stretch          some of its parcels in memory, and the transfers under way there
     TierStorage      ranges of the tier, and the staging buffers through which they pass
     Transfer         requests under way, with the digests of their blocks
     IoBackend        io_uring or threads, which hand requests to the kernel
 
-[Note: a step that waits] A streamed optimizer may leave parcels to be stepped later (`streamed/pipeline.py`). Everything else
-that reads or writes the tier calls `settle` first, which takes that step.
+[Note: a step that waits] A streamed optimizer may leave parcels to be stepped later
+(`streamed/pipeline.py`). Everything else that reads or writes the tier calls `settle` first, which
+takes that step.
 """
 
 from __future__ import annotations
@@ -30,11 +35,12 @@ __all__ = ["Record"]
 class Record:
     """The tensors of a group in a tier.
 
-    What reads, writes or waits raises `StorageError` if a disk fails, or does not hold what was written to it.
+    What reads, writes or waits raises `StorageError` if a disk fails,
+    or does not hold what was written to it.
     """
 
-    # A step that has to be taken before anything else reads or writes the record: a function, and its argument. [Note:
-    # a step that waits]
+    # A step that has to be taken before anything else reads or writes the record: a function, and
+    # its argument. [Note: a step that waits]
     waited_for: tuple[Callable[[int], None], int] | None = None
     # Whence memory comes for all of it; None: that of the shelf. What modules see is then this
     # memory itself.
@@ -47,8 +53,11 @@ class Record:
     # The end of copies of gradients from the device into `writing`; None if there are none.
     _arriving: torch.Event | None = None
 
-    def __init__(self, shelf: TierStorage, forms: Sequence[Form], device: torch.device, place: int) -> None:
-        """Lays tensors out in a range of a shelf that was reserved for them: `record_nbytes(forms)` bytes from `place` on."""
+    def __init__(
+        self, shelf: TierStorage, forms: Sequence[Form], device: torch.device, place: int
+    ) -> None:
+        """Lays tensors out in a range of a shelf that was reserved for them:
+        `record_nbytes(forms)` bytes from `place` on."""
         self.forms = list(forms)
         self.device = device
         self.owner: Callable[[], object] = lambda: None  # the unit of the tensors, weakly
@@ -91,7 +100,7 @@ class Record:
         """The version of each parcel."""
         return [parcel.version for parcel in self.parcels]
 
-    # -- all of it ------------------------------------------------------------------------------------------------
+    # -- all of it ---------------------------------------------------------------------------------
 
     def fetch(self) -> None:
         """Begins to bring all tensors into host memory, unless they are there or on their way."""
@@ -118,7 +127,8 @@ class Record:
             raise
 
     def values(self, number: int, last: int | None = None) -> Tensor:
-        """A tensor that has arrived, flat, in host memory; or all from this one to `last`, with what lies between them."""
+        """A tensor that has arrived, flat, in host memory; or all from this one to `last`,
+        with what lies between them."""
         assert self.fetched is not None, "not fetched"
         return self._tensor(self.fetched, number, last)
 
@@ -127,7 +137,8 @@ class Record:
         fetched, self.fetched = self.fetched, None
         if fetched is not None:
             left = None
-            if not self.shelf.is_addressable:  # the staging may be used again once the copy has ended
+            # The staging may be used again once the copy has ended.
+            if not self.shelf.is_addressable:
                 left, self.leaving = self.leaving, None
             fetched.close(left)
 
@@ -159,12 +170,14 @@ class Record:
                 if room.data_ptr() != values[number].data_ptr():  # else it was written in place
                     room.copy_(values[number])
             if there:
-                rooms, sources = [self._tensor(stretch, number) for number in there], list(there.values())
+                rooms = [self._tensor(stretch, number) for number in there]
+                sources = list(there.values())
                 self._arriving = side_stream(sources[0].device).copy_all(rooms, sources)
         except BaseException:
             stretch.close()
             raise
-        self._unwritten, self.writing = parcels, stretch
+        self._unwritten = parcels
+        self.writing = stretch
         if not there:
             self.go_on()
 
@@ -195,7 +208,7 @@ class Record:
                     writing, self.writing = self.writing, None
                     writing.close()
 
-    # -- one tensor -----------------------------------------------------------------------------------------------
+    # -- one tensor --------------------------------------------------------------------------------
 
     @contextmanager
     def opened(self, number: int, *, is_written: bool, on_host: bool = False) -> Iterator[Tensor]:
@@ -219,7 +232,7 @@ class Record:
         finally:
             stretch.close()
 
-    # -- one parcel -----------------------------------------------------------------------------------------------
+    # -- one parcel --------------------------------------------------------------------------------
 
     def memory_of(self, parcel: Parcel) -> Tensor:
         """The memory of a parcel of an addressable record, to be read and written in place."""
@@ -235,7 +248,9 @@ class Record:
             return None
         return self.shelf.read(self.place + parcel.start, memory)
 
-    def write_parcel(self, parcel: Parcel, memory: Tensor, version: int | None = None) -> Transfer | None:
+    def write_parcel(
+        self, parcel: Parcel, memory: Tensor, version: int | None = None
+    ) -> Transfer | None:
         """Begins to write a parcel. It has the given version from now on, or the next one."""
         self.drop()  # what was fetched ahead is out of date
         parcel.version = parcel.version + 1 if version is None else version

@@ -1,14 +1,16 @@
-"""Copies between the host and an accelerator, on streams beside the one that computes: one stream for each direction, as
-devices have one copy engine for each.
+"""Copies between the host and an accelerator, on streams beside the one that computes: one stream
+for each direction, as devices have one copy engine for each.
 
-Before a copy, its stream waits for what was issued so far, which may still use the memory that is written. Whoever reads the
-result waits for the event of the copy. From and to pinned memory the host does not wait for a copy, and neither the allocator
-of the device nor that of the host knows of these streams. So the memory must stay as it is until the event.
+Before a copy, its stream waits for what was issued so far, which may still use the memory that is
+written. Whoever reads the result waits for the event of the copy. From and to pinned memory the
+host does not wait for a copy, and neither the allocator of the device nor that of the host knows of
+these streams. So the memory must stay as it is until the event.
 
-[Note: pieces] The engine that copies in one direction takes one copy after the other, whatever the priority of their streams,
-and goes on with the next one of the same stream if that is ready. So a large copy is made in pieces with a small kernel
-between: there, small copies of other streams come in. On an H200 one of 64 KiB came 19.4 ms after it was begun behind 1 GiB,
-19.0 ms behind 1 GiB in pieces, and 0.2 ms behind such pieces. (4 KiB do not wait.) Pieces of 32 MiB are as fast as a whole.
+[Note: pieces] The engine that copies in one direction takes one copy after the other, whatever the
+priority of their streams, and goes on with the next one of the same stream if that is ready. So a
+large copy is made in pieces with a small kernel between: there, small copies of other streams come
+in. On an H200 one of 64 KiB came 19.4 ms after it was begun behind 1 GiB, 19.0 ms behind 1 GiB in
+pieces, and 0.2 ms behind such pieces. (4 KiB do not wait.) Pieces of 32 MiB are as fast as a whole.
 """
 
 from __future__ import annotations
@@ -40,9 +42,13 @@ class SideStream:
         """Begins one copy, as `copy_all` does."""
         return self.copy_all([to], [source], after=after)
 
-    def copy_all(self, to: list[Tensor], sources: list[Tensor], *, after: torch.Event | None = None) -> torch.Event:
-        """Begins copies in one direction, after what has been issued so far. The tensors on the device are kept alive until
-        their end; the caller keeps those on the host.
+    def copy_all(
+        self, to: list[Tensor], sources: list[Tensor], *, after: torch.Event | None = None
+    ) -> torch.Event:
+        """Begins copies in one direction, after what has been issued so far.
+
+        The tensors on the device are kept alive until their end;
+        the caller keeps those on the host.
         """
         is_there = sources[0].device.type == "cpu"
         for watch in watching.watchers:
@@ -65,12 +71,14 @@ class SideStream:
         if source.numel() <= numel or not (to.is_contiguous() and source.is_contiguous()):
             to.copy_(source, non_blocking=True)
             return
-        for place, piece in zip(torch.split(to.view(-1), numel), torch.split(source.view(-1), numel), strict=True):
+        places = torch.split(to.view(-1), numel)
+        for place, piece in zip(places, torch.split(source.view(-1), numel), strict=True):
             place.copy_(piece, non_blocking=True)
             torch.ones(1, device=self._device)  # a kernel: see [Note: pieces]
 
     def wait_for(self, event: torch.Event) -> None:
-        """Lets the device wait for a copy before what is issued from now on; the host does not wait."""
+        """Lets the device wait for a copy before what is issued from now on;
+        the host does not wait."""
         for watch in watching.watchers:
             watch.note(Moment.COPY, "host")
         torch.accelerator.current_stream(self._device).wait_event(event)

@@ -1,26 +1,32 @@
-"""A tensor whose values are in another tier: it has shape, strides, dtype and device, and no memory.
+"""A tensor whose values are in another tier: it has shape, strides,
+dtype and device, and no memory.
 
-Each read of it reads the tier, and each write writes the tier. So an offloaded parameter is right wherever it is met: in
-`clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an edit in place. Each of these waits for the tier;
-the runtime and streamed optimizers, which know what comes next, read ahead instead.
+Each read of it reads the tier, and each write writes the tier. So an offloaded parameter is right
+wherever it is met: in `clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an
+edit in place. Each of these waits for the tier; the runtime and streamed optimizers, which know
+what comes next, read ahead instead.
 
-[Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at once. They are run for one
-tensor after another, so that no more than one is in memory.
+[Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at
+once. They are run for one tensor after another, so that no more than one is in memory.
 
-[Note: .data] `Module.to` writes `parameter.data = values`. From then on the tensor has these values, in memory, until its
-unit gives it a place in the tier again (`moved.follow`).
+[Note: .data] `Module.to` writes `parameter.data = values`. From then on the tensor has these
+values, in memory, until its unit gives it a place in the tier again (`moved.follow`).
 
-[Note: where it is computed] Values that are fetched are on the host, also if the model is on an accelerator. Operations that
-read and write nothing else that is large (norms, scaling, zeroing, sums of gradients) run there, and only results and small
-arguments cross to or from the device. All other operations run on the device.
+[Note: where it is computed] Values that are fetched are on the host, also if the model is on an
+accelerator. Operations that read and write nothing else that is large (norms, scaling, zeroing,
+sums of gradients) run there, and only results and small arguments cross to or from the device. All
+other operations run on the device.
 
-[Note: norms by rows] torch takes the norm of one tensor on the host by one thread, in one float32: of the gradients of 1.2
-billion parameters in 0.6 s, which is longer than their step. All threads take norms of rows, which are nearer to the truth;
-of bfloat16, too: rounded norms of 1024 rows add up to more digits than any of them has, and a cast takes 20 times as long.
+[Note: norms by rows] torch takes the norm of one tensor on the host by one thread, in one float32:
+of the gradients of 1.2 billion parameters in 0.6 s, which is longer than their step. All threads
+take norms of rows, which are nearer to the truth; of bfloat16, too: rounded norms of 1024 rows add
+up to more digits than any of them has, and a cast takes 20 times as long.
 
-[Note: factors of one] `clip_grad_norm_` multiplies gradients that are small enough by 1. That changes nothing.
+[Note: factors of one] `clip_grad_norm_` multiplies gradients that are small enough by 1.
+That changes nothing.
 
-[Note: views] A view of such a tensor is another one, on other elements of the same range: writes through it reach the tier.
+[Note: views] A view of such a tensor is another one, on other elements of the same range:
+writes through it reach the tier.
 """
 
 from __future__ import annotations
@@ -40,13 +46,15 @@ from zero_fn.tiers.record import Record
 __all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
 
 _aten = torch.ops.aten
-_set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_data: Any = torch.Tensor.data
+_set_data: Callable[[Tensor, Tensor], None] = _data.__set__
 _LIKE = frozenset((
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 ))  # fmt: skip
 _NORMS = (_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default)
-_MORE_THREADS = (*_NORMS, _aten.mul_.Tensor)  # what clip_grad_norm_ does: the same bits by any number of threads
+# Operations of clip_grad_norm_, which give the same bits by any number of threads.
+_MORE_THREADS = (*_NORMS, _aten.mul_.Tensor)
 _ROWS = 1024
 _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 
@@ -61,14 +69,19 @@ class TierTensor(Tensor):
     record: Record
     number: int  # the number of the tensor in the record
     first: int  # the storage offset of the view in that tensor
-    moved: Tensor | None = None  # values in memory that have replaced those in the tier. [Note: .data]
+    # Values in memory that have replaced those in the tier. [Note: .data]
+    moved: Tensor | None = None
 
     @staticmethod
     def __new__(
         cls, record: Record, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
     ) -> TierTensor:
         tensor: TierTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(size), strides=tuple(stride), dtype=record.forms[number].dtype, device=record.device
+            cls,
+            tuple(size),
+            strides=tuple(stride),
+            dtype=record.forms[number].dtype,
+            device=record.device,
         )
         tensor.record, tensor.number, tensor.first = record, number, first
         return tensor
@@ -92,7 +105,10 @@ class TierTensor(Tensor):
             return
         _set_data(self, values)
         if isinstance(values, TierTensor):
-            self.record, self.number, self.first, self.moved = values.record, values.number, values.first, values.moved
+            self.record = values.record
+            self.number = values.number
+            self.first = values.first
+            self.moved = values.moved
         else:
             self.moved = values.detach()
 
@@ -136,9 +152,16 @@ class TierTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copies into memory. Whoever copies a module gives its parameters new places in the tier."""
+        """Copies into memory.
+
+        Whoever copies a module gives its parameters new places in the tier.
+        """
         values: Tensor = self.detach().clone()
-        copied = nn.Parameter(values, requires_grad=self.requires_grad) if isinstance(self, nn.Parameter) else values
+        copied = (
+            nn.Parameter(values, requires_grad=self.requires_grad)
+            if isinstance(self, nn.Parameter)
+            else values
+        )
         memo[id(self)] = copied
         return copied
 
@@ -164,7 +187,8 @@ def same_place(one: Tensor, other: Tensor) -> bool:
 
 
 def _one_at_a_time(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on lists for one element of each list after another. [Note: one tensor at a time]"""
+    """Runs an operation on lists for one element of each list after another.
+    [Note: one tensor at a time]"""
     count = next(len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple))
 
     def nth(arg: Any, i: int) -> Any:
@@ -172,14 +196,19 @@ def _one_at_a_time(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
     found: list[Any] = []
     for i in range(count):
-        out = _computed(func, tuple(nth(arg, i) for arg in args), {key: nth(arg, i) for key, arg in kwargs.items()})
+        out = _computed(
+            func,
+            tuple(nth(arg, i) for arg in args),
+            {key: nth(arg, i) for key, arg in kwargs.items()},
+        )
         if out is not None:
             found += out
     return found or None
 
 
 def _blank(arg: Any) -> Any:
-    """In place of a tensor in a tier, memory of the same form with any content; for operations that read only the form."""
+    """In place of a tensor in a tier, memory of the same form with any content;
+    for operations that read only the form."""
     if not isinstance(arg, TierTensor):
         return arg
     return torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
@@ -201,9 +230,12 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 "A tensor that rests in another tier was viewed as another dtype.",
                 operation=func,
                 tensor=base,
-                fix="copy it into memory first: p.detach().clone(), of a DTensor p.to_local().clone()",
+                fix="copy it into memory first: p.detach().clone(), "
+                "of a DTensor p.to_local().clone()",
             )
-        return TierTensor(base.record, base.number, view.size(), view.stride(), view.storage_offset())
+        return TierTensor(
+            base.record, base.number, view.size(), view.stride(), view.storage_offset()
+        )
 
     return tree_map(placed, func(form, *args[1:], **kwargs))
 
@@ -223,36 +255,56 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(leaf, TierTensor) and leaf.moved is not None:
                 values[id(leaf)] = leaf.moved
             elif isinstance(leaf, TierTensor):
-                opened = leaf.record.opened(leaf.number, is_written=id(leaf) in written, on_host=is_for_host)
+                opened = leaf.record.opened(
+                    leaf.number, is_written=id(leaf) in written, on_host=is_for_host
+                )
                 flat = stack.enter_context(opened)
-                values[id(leaf)] = flat.as_strided(leaf.size(), leaf.stride(), flat.storage_offset() + leaf.first)
+                values[id(leaf)] = flat.as_strided(
+                    leaf.size(), leaf.stride(), flat.storage_offset() + leaf.first
+                )
             elif is_for_host and isinstance(leaf, Tensor):
                 values[id(leaf)] = leaf.cpu()
         given, named = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
         if is_for_host and func in _MORE_THREADS:
             stack.enter_context(more_threads(max(value.numel() for value in values.values())))
-        out = _norm(func, *given, **named) if is_for_host and func in _NORMS else func(*given, **named)
+        out = (
+            _norm(func, *given, **named)
+            if is_for_host and func in _NORMS
+            else func(*given, **named)
+        )
         back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, TierTensor)) if is_for_host else None
+        device = (
+            next(leaf.device for leaf in leaves if isinstance(leaf, TierTensor))
+            if is_for_host
+            else None
+        )
         if kwargs.get("device") is not None:
             device = None
 
         def returned(value: Any) -> Any:
             found = back.get(id(value), value)
-            return found.to(device) if device is not None and found is value and isinstance(value, Tensor) else found
+            if device is not None and found is value and isinstance(value, Tensor):
+                return found.to(device)
+            return found
 
         return tree_map(returned, out)
 
 
 def _is_one(factor: Any) -> bool:
     """Whether a factor changes nothing. [Note: factors of one]"""
-    return type(factor) is Tensor and factor.is_floating_point() and factor.numel() == 1 and factor.item() == 1
+    return (
+        type(factor) is Tensor
+        and factor.is_floating_point()
+        and factor.numel() == 1
+        and factor.item() == 1
+    )
 
 
 def _norm(func: Any, values: Any, order: Any = 2, *args: Any, **kwargs: Any) -> Any:
     """The norm of a tensor on the host, or of the one in a list. [Note: norms by rows]"""
     (tensor,) = values if isinstance(values, list | tuple) else (values,)
-    numel, asked = tensor.numel() // _ROWS * _ROWS, [each for each in (*args, *kwargs.values()) if each is not None]
+    numel = tensor.numel() // _ROWS * _ROWS
+    asked = [each for each in (*args, *kwargs.values()) if each is not None]
     is_known = asked == [torch.float32] or (not asked and tensor.dtype == torch.float32)
     if numel < _ROWS**2 or not is_known or order not in (1, 2) or not tensor.is_contiguous():
         return func(values, order, *args, **kwargs)
@@ -267,10 +319,16 @@ def _norm(func: Any, values: Any, order: Any = 2, *args: Any, **kwargs: Any) -> 
 def _is_for_host(func: Any, leaves: Sequence[Any], written: set[int]) -> bool:
     """Whether an operation is to run on the host. [Note: where it is computed]"""
     ours = [leaf for leaf in leaves if isinstance(leaf, TierTensor)]
-    if any(leaf.moved is not None for leaf in ours) or all(leaf.device.type == "cpu" for leaf in ours):
+    if any(leaf.moved is not None for leaf in ours):
         return False
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, TierTensor)]
-    if torch.Tag.nondeterministic_seeded in func.tags or any(id(leaf) in written for leaf in others):
+    if all(leaf.device.type == "cpu" for leaf in ours):
+        return False
+    others = [
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, TierTensor)
+    ]
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(id(leaf) in written for leaf in others):
         return False
     return bool(written) or all(leaf.numel() <= 1 for leaf in others)
 
