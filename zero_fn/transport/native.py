@@ -61,9 +61,9 @@ class Native:
             return self._broadcast(plan.of_first)
         wholes, pieces = plan.wholes, plan.pieces
         if plan.packs:
-            begun = [pack.begin() for pack in plan.packs]
-            wholes = [*[whole for whole, _ in begun], *wholes]
-            pieces = [*[own for _, own in begun], *pieces]
+            packed, own = zip(*[pack.begin() for pack in plan.packs], strict=True)
+            wholes = [*packed, *wholes]
+            pieces = [*own, *pieces]
         for place, source in plan.uneven:
             place.copy_(source)
         if not plan.travels_as_it_is:
@@ -140,14 +140,8 @@ class Native:
         if not whole.numel():
             return Work()
         work = dist.broadcast(whole, group=self._group, group_src=0, async_op=True)
-        nbytes = whole.nbytes
-        return Work(
-            [(work, None)],
-            None,
-            (whole,),
-            nbytes * (self._size - 1) // self._size,
-            on_stream=not whole.is_cpu,
-        )
+        nbytes = whole.nbytes * (self._size - 1) // self._size
+        return Work([(work, None)], None, (whole,), nbytes, on_stream=not whole.is_cpu)
 
     def all_to_all(
         self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0
