@@ -772,7 +772,7 @@ def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> 
     """Stands in for `DTensor.redistribute`, and refuses some calls in a forward.
     [Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
-    unit: Any = slot.owner() if slot is not None else None
+    unit = unit_of(slot)
     if (
         slot is not None
         and unit is not None

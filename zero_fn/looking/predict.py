@@ -368,8 +368,9 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
     for slot in group.slots:
         for leg, hop, cut in _along(slot, kind.up):
             nbytes = _nbytes(leg, slot, (cut.piece if pads else cut.own) * (hop.axis.size - 1))
-            if kind.by_extension and slot.extension.sent_nbytes is not None:
-                nbytes = slot.extension.sent_nbytes // slot.path.size * (slot.path.size - 1)
+            extension = slot.extension if kind.by_extension else None
+            if extension is not None and extension.sent_nbytes is not None:
+                nbytes = extension.sent_nbytes // slot.path.size * (slot.path.size - 1)
             total[hop.axis.name] += nbytes * (1 if leg.is_kept else times_gathered)
         for leg, hop, cut in _along(slot, kind.down) if slot.parameter.requires_grad else ():
             is_padded = pads and kind.scatter is None

@@ -31,10 +31,9 @@ from zero_fn.runtime.gradient_hooks import defer_hooks
 from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.memory import gather_wholes
 from zero_fn.runtime.on_model_axes import arrived, placed
-from zero_fn.runtime.passes import UnitUse, will_execute
 from zero_fn.runtime.slot import trained
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, UnitUse, will_execute
 from zero_fn.runtime.whole_buffers import Lent
 from zero_fn.transport.agree import Bits
 

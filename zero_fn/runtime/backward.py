@@ -35,9 +35,9 @@ from torch import Tensor
 from zero_fn.runtime.autograd_node import gather_again, returns_gradients
 from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.open_pass import OpenPass
-from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script
 from zero_fn.runtime.settling import Settling
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, UnitUse
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
 from zero_fn.values.assignment import Assignment

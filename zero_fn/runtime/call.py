@@ -19,8 +19,8 @@ from torch import Tensor
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.passes import ReadUse, UnitUse
 from zero_fn.runtime.saved_tensor_hooks import drop_packing
+from zero_fn.runtime.unit import ReadUse, UnitUse
 
 __all__ = ["Call", "Calls", "in_two_threads", "still_runs"]
 

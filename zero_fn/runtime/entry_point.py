@@ -44,11 +44,10 @@ from zero_fn.runtime.call_hooks import (
     take_hooks_inside,
 )
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.passes import UnitUse
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved_tensor_hooks import begin_packing, end_packing, is_run_again_by_hooks
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, UnitUse
 from zero_fn.runtime.weight_reads import Parameters, end_reads, finish_reads, leave_read
 from zero_fn.runtime.whole_leaves import see_leaves, show_in_backward
 from zero_fn.values import watching

@@ -14,9 +14,9 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.backward import Backward
 from zero_fn.runtime.call import in_two_threads
 from zero_fn.runtime.module_tree import is_as_before, note_members
-from zero_fn.runtime.passes import ForwardPass, ReadUse, UnitUse
+from zero_fn.runtime.passes import ForwardPass
 from zero_fn.runtime.resting_edits import watch_edits
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import ReadUse, Unit, UnitUse
 from zero_fn.runtime.unit_agreement import agree_on_units
 from zero_fn.runtime.unwritten_memory import require_memory, warn_of_unwritten_buffers
 from zero_fn.transport.line import Line

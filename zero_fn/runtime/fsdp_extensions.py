@@ -13,45 +13,20 @@ may communicate over the mesh that they are given.
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.segment import Segment
 from zero_fn.values.home import Stage
 
-__all__ = ["Extension", "ExtensionGather", "gathers_by_extension", "is_product"]
+__all__ = ["ExtensionGather", "gathers_by_extension", "is_product"]
 
 _PRODUCT = "_zero_fn_product"  # an attribute of a tensor
-
-
-@dataclass(eq=False)
-class Extension:
-    """How a parameter of a tensor subclass is made of the one plain tensor in it."""
-
-    kind: Any  # the class
-    part: str  # the name of the plain tensor in it
-    context: Any  # of `__tensor_flatten__`
-    module: Callable[[], nn.Module | None] = lambda: None  # that holds the parameter
-    # Bytes of the whole parameter as it travels; None before the first gather.
-    sent_nbytes: int | None = None
-
-    def rebuilt(self, part: Tensor) -> Any:
-        """The tensor of the class on the memory of a plain tensor."""
-        return self.kind.__tensor_unflatten__(
-            {self.part: part}, self.context, part.size(), part.stride()
-        )
-
-    def held_by(self, module: nn.Module) -> Extension:
-        """The same extension, for a parameter of this module."""
-        return replace(self, module=weakref.ref(module))
 
 
 def gathers_by_extension(slot: Slot) -> bool:

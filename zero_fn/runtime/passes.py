@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from zero_fn.runtime.ending import Ending
 from zero_fn.runtime.gradients import Reduction
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, UnitUse
 from zero_fn.values.schedule import (
     Action,
     Await,
@@ -43,94 +39,11 @@ __all__ = [
     "ForwardPass",
     "Graphs",
     "Script",
-    "UnitUse",
-    "will_execute",
 ]
 
 REDUCTIONS_UNDER_WAY = 1
 # Forwards whose backward never came are forgotten beyond this number, the same on every rank.
 _REMEMBERED_USES = 4096
-
-will_execute = torch._C._will_engine_execute_node
-
-
-class UnitUse:
-    """One forward of a unit."""
-
-    __slots__ = (
-        "__weakref__",
-        "entry",
-        "generation",
-        "has_arrived",
-        "has_graph",
-        "key",
-        "node",
-        "reads",
-        "unit",
-    )
-    is_read = False
-
-    def __init__(self, unit: Unit, number: int, entry: object = None) -> None:
-        self.unit = unit
-        self.generation = unit.generation  # that of the parameters which were read
-        self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
-        self.entry = entry  # whose module was called
-        # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
-        self.node: weakref.ref[Any] | None = None
-        self.has_graph = False  # whether a backward may pass through it
-        self.reads: tuple[ReadUse, ...]  # of other units by its forward, if any; not set else
-        # Whether the running backward has computed all its gradients,
-        # or has passed it if it has none to compute.
-        self.has_arrived = False
-
-    @property
-    def will_run(self) -> bool:
-        """Whether the running backward will compute its gradients, as far as this rank can tell."""
-        if self.node is None:
-            return self.has_graph and not self.has_arrived
-        node = self.node()
-        return node is not None and bool(will_execute(node))
-
-    @property
-    def may_run_later(self) -> bool:
-        """Whether a later backward may pass through it, although the
-        running one retains no graph."""
-        if self.node is None:
-            return self.has_graph and not self.has_arrived
-        node = self.node()
-        return node is not None and not will_execute(node)
-
-    @property
-    def is_passed_only(self) -> bool:
-        """Whether a backward may pass through it without computing a gradient of
-        its parameters on this rank.
-
-        They are frozen, or this rank used only parameters of its modules that are
-        tied to those of other units.
-        """
-        if self.has_arrived or not self.has_graph:
-            return False
-        return self.node is None or self.node() is None
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether its graph is alive and its gradients have not arrived."""
-        return not self.has_arrived and self.node is not None and self.node() is not None
-
-
-class ReadUse(UnitUse):
-    """A use of a unit by another: the forward of `reader` reads its
-    weights by name. (weight_reads.py)"""
-
-    __slots__ = ("reader", "tensors")
-    is_read = True
-
-    def __init__(self, unit: Unit, number: int, reader: UnitUse) -> None:
-        super().__init__(unit, number, reader.entry)
-        self.reader = weakref.proxy(reader)
-        self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
-        # The reader's graph holds this use, which may have no node of its own.
-        reader.reads = (*getattr(reader, "reads", ()), self)
 
 
 class ForwardPass:

@@ -150,5 +150,5 @@ class Run(Forward):
 
 def run_of(unit: Unit) -> Run:
     """What runs a unit."""
-    run: Run = unit.run
-    return run
+    assert isinstance(unit.run, Run)
+    return unit.run

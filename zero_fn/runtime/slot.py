@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import alone, as_plain, local_of, spec_on
+from zero_fn.runtime.extension import EXTENSION, Extension
 from zero_fn.runtime.parameter_kind import ParameterKind
 from zero_fn.runtime.path import Path, path_of
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory, same_place
@@ -22,11 +23,7 @@ from zero_fn.values.grid import Grid, local_part
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import ShardLayout
 
-EXTENSION = "_zero_fn_extension"
-"""An attribute of a parameter: how its class makes what a module sees. (fsdp_extensions.py)"""
-
 __all__ = [
-    "EXTENSION",
     "Place",
     "Slot",
     "is_cut",
@@ -176,12 +173,11 @@ class Slot:
         self.is_recast = False  # its dtype at rest has changed since the transform
         # A digest of the whole values, equal on all ranks; None once they were replaced.
         self.initial: int | None = None
-        # How its tensor subclass makes what the module sees;
-        # None of plain tensors. (fsdp_extensions.py)
-        self.extension: Any = (
-            known.extension if known is not None else getattr(source, EXTENSION, None)
-        )
-        self.owner: Callable[[], Any] = _no_owner
+        # How its tensor subclass makes what the module sees; None of plain tensors.
+        self.extension: Extension | None = getattr(source, EXTENSION, None)
+        if known is not None:
+            self.extension = known.extension
+        self.owner: Callable[[], object] = _no_owner  # its unit, weakly (unit.py)
         # The last backward (graph task) that is to ignore the user's hooks. (gradient_hooks.py)
         self.deferred_in: int | None = None
         self.parameter: nn.Parameter  # the registered resting one
@@ -285,7 +281,9 @@ class Slot:
         twin.places = [place.twin(memo) for place in self.places]
         twin.parameter, twin.deferred_in = _NO_PARAMETER, None
         if self.extension is not None:
-            twin.extension = self.extension.held_by(copy.deepcopy(self.extension.module(), memo))
+            holder = copy.deepcopy(self.extension.module(), memo)
+            assert holder is not None, f"the module of {self.fqn} is gone"
+            twin.extension = self.extension.held_by(holder)
         return twin
 
     def __repr__(self) -> str:

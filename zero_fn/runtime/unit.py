@@ -19,8 +19,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from zero_fn.runtime import moved_memory
@@ -31,23 +32,45 @@ from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.visible_parameters import VisibleParameters
+from zero_fn.tiers.offloaded_state import OffloadedState
+from zero_fn.transport.line import Line
+from zero_fn.values.schedule import Use
 
-__all__ = ["Unit", "unit_of"]
+__all__ = ["ReadUse", "Unit", "UnitRun", "UnitUse", "unit_of", "will_execute"]
+
+
+will_execute = torch._C._will_engine_execute_node
+
+
+class UnitRun(Protocol):
+    """What a unit, and its uses, ask of the object that runs the transformed module (run.py)."""
+
+    transport: Line
+    offloaded: OffloadedState
+
+    def adopt(self, unit: Unit) -> None:
+        """Registers a unit."""
+
+    def need_in_backward(self, unit: Unit, use: UnitUse | None = None) -> None:
+        """Gathers the parameters of a unit for the running backward."""
+
+    def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
+        """Takes the gradients of one use."""
 
 
 class Unit:
     """The parameters of one anchor module over one or two axes."""
 
-    def __init__(self, name: str, index: int, run: Any) -> None:
+    def __init__(self, name: str, index: int, run: UnitRun) -> None:
         self.name = name  # that of the anchor, "" at the root
         self.index = index  # its number in schedules, the same on every rank
-        self.run = run  # the `Run` that holds it (run.py)
+        self.run = run
         # Counts optimizer steps: a gradient computed with older parameters is refused.
         self.generation = 0
         # How many of its forwards are running: more than one when a module calls itself.
         self.running = 0
-        # The `ReadUse` by which a forward of another unit reads its weights now. (weight_reads.py)
-        self.read: Any = None
+        # The use by which a forward of another unit reads its weights now. (weight_reads.py)
+        self.read: ReadUse | None = None
         self.anchor: Callable[[], nn.Module | None] = _no_anchor  # weakly
         # Modules below the anchor whose hooks of ours are taken out while the unit runs,
         # weakly. (call_hooks.py)
@@ -212,10 +235,89 @@ class Unit:
         return f"unit {self.name or 'root'}"
 
 
+class UnitUse:
+    """One forward of a unit."""
+
+    __slots__ = (
+        "__weakref__",
+        "entry",
+        "generation",
+        "has_arrived",
+        "has_graph",
+        "key",
+        "node",
+        "reads",
+        "unit",
+    )
+    is_read = False
+
+    def __init__(self, unit: Unit, number: int, entry: object = None) -> None:
+        self.unit = unit
+        self.generation = unit.generation  # that of the parameters which were read
+        self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
+        self.entry = entry  # whose module was called
+        # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
+        self.node: weakref.ref[Any] | None = None
+        self.has_graph = False  # whether a backward may pass through it
+        self.reads: tuple[ReadUse, ...]  # of other units by its forward, if any; not set else
+        # Whether the running backward has computed all its gradients,
+        # or has passed it if it has none to compute.
+        self.has_arrived = False
+
+    @property
+    def will_run(self) -> bool:
+        """Whether the running backward will compute its gradients, as far as this rank can tell."""
+        if self.node is None:
+            return self.has_graph and not self.has_arrived
+        node = self.node()
+        return node is not None and bool(will_execute(node))
+
+    @property
+    def may_run_later(self) -> bool:
+        """Whether a later backward may pass through it, although the
+        running one retains no graph."""
+        if self.node is None:
+            return self.has_graph and not self.has_arrived
+        node = self.node()
+        return node is not None and not will_execute(node)
+
+    @property
+    def is_passed_only(self) -> bool:
+        """Whether a backward may pass through it without computing a gradient of
+        its parameters on this rank.
+
+        They are frozen, or this rank used only parameters of its modules that are
+        tied to those of other units.
+        """
+        if self.has_arrived or not self.has_graph:
+            return False
+        return self.node is None or self.node() is None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its graph is alive and its gradients have not arrived."""
+        return not self.has_arrived and self.node is not None and self.node() is not None
+
+
+class ReadUse(UnitUse):
+    """A use of a unit by another: the forward of `reader` reads its
+    weights by name. (weight_reads.py)"""
+
+    __slots__ = ("reader", "tensors")
+    is_read = True
+
+    def __init__(self, unit: Unit, number: int, reader: UnitUse) -> None:
+        super().__init__(unit, number, reader.entry)
+        self.reader = weakref.proxy(reader)
+        self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
+        # The reader's graph holds this use, which may have no node of its own.
+        reader.reads = (*getattr(reader, "reads", ()), self)
+
+
 def unit_of(slot: Slot | None) -> Unit | None:
     """The unit of a parameter; None if it is gone, or if there is no parameter."""
-    unit: Unit | None = slot.owner() if slot is not None else None
-    return unit
+    owner = slot.owner() if slot is not None else None
+    return owner if isinstance(owner, Unit) else None
 
 
 def _no_anchor() -> nn.Module | None:

@@ -30,11 +30,10 @@ from zero_fn.runtime.autograd_node import gather
 from zero_fn.runtime.call_context import called_outside, has_context, in_compute_dtype, require_run
 from zero_fn.runtime.call_hooks import ENTRY_POINTS
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.passes import ReadUse
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import ReadUse, Unit
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment
 

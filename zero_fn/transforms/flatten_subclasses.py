@@ -17,9 +17,9 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.runtime.fsdp_extensions import Extension, is_product
+from zero_fn.runtime.extension import EXTENSION, Extension
+from zero_fn.runtime.fsdp_extensions import is_product
 from zero_fn.runtime.registry import units_of
-from zero_fn.runtime.slot import EXTENSION
 from zero_fn.transforms.substitute import copied
 from zero_fn.values.units import NamedParameter, distinct_parameters, subclass_of
 
