@@ -5,14 +5,11 @@
 A gather makes the moves (moves.py) from `level` on: so many were made already. Freeing goes back to
 what is kept (hpZ), a step of an optimizer to the beginning.
 
-[Note: a disk may fail on one rank] Resting parameters in another tier
-are fetched before each gather,
-copied into the gathered buffer, and let go. If they are on a disk,
-every rank sends a byte before each
-gather that says whether its disk failed, and all ranks raise the same error.
-Memory of the host does
-not fail, and the host waits for no answer. The byte comes first because the host reads the answer:
-the communicator of an accelerator has one queue, so it would wait for the gather.
+[Note: a disk may fail on one rank] Resting parameters in another tier are fetched before each
+gather, copied into the gathered buffer, and let go. If they are on a disk, every rank sends a byte
+before each gather that says whether its disk failed, and all ranks raise the same error. Memory of
+the host does not fail, and the host waits for no answer. The byte comes first because the host
+reads the answer: the communicator of an accelerator has one queue, so it would wait for the gather.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ class Gather:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        # How many of the moves were made, the last of them perhaps only
-        # begun (`pending`). Below the
-        # top, which is how many there are, parameters are at rest.
+        # How many of the moves were made, the last of them perhaps only begun (`pending`). Below
+        # the top, which is how many there are, parameters are at rest.
         self.level = 0
         self.top = 1
         self._kept_level = 0  # as many are left when whole parameters are freed
@@ -41,9 +37,8 @@ class Gather:
         self.pending: list[Work] | None = None
         # Kept without memory for the next gather, unless somebody holds a part.
         self.whole: WholeBuffers | None = None
-        # Known once the parameters are gathered: a tier could not be read
-        # on some rank (every rank has
-        # it then), or a tensor subclass raised in `fsdp_post_all_gather`.
+        # Known once the parameters are gathered: a tier could not be read on some rank (every rank
+        # has it then), or a tensor subclass raised in `fsdp_post_all_gather`.
         self.failure: Exception | None = None
         # Whether all ranks hold the same of what travels as differences.
         # [Note: what the others hold] (wire_gather.py)
@@ -77,8 +72,7 @@ class Gather:
     def begin(self, unit: object) -> None:
         """Makes the moves up to the last, and begins that; `wait` waits for it.
 
-        `unit` gathers again
-        when backward needs a freed buffer.
+        `unit` gathers again when backward needs a freed buffer.
         """
         memory = self._memory
         if memory.away:
@@ -103,8 +97,7 @@ class Gather:
     def _send(self, move: Move) -> list[Work]:
         """Codes this rank's own parts, and issues the all-gathers.
 
-        Those of the last move are still to
-        be waited for.
+        Those of the last move are still to be waited for.
         """
         for encode in move.encode:
             encode()
@@ -179,9 +172,8 @@ class Gather:
             self.level = 0
 
     def drop(self) -> None:
-        """Drops the gathered parameters, and gives up a gather under way,
-        wherever an interrupt has left
-        it."""
+        """Drops the gathered parameters, and gives up a gather under way, wherever an interrupt has
+        left it."""
         pending, told, self.pending, self._told = self.pending, self._told, None, None
         if told is not None:
             told.failed_on_any_rank()

@@ -149,8 +149,7 @@ def _sources(spot: Spot, group: Group, rooms: Mapping[Spot, Room]) -> list[Tenso
 class Fetch:
     """This rank's own parts of a group, copied from where they have arrived from another tier.
 
-    Parts
-    that could not be read are left out: all ranks are told.
+    Parts that could not be read are left out: all ranks are told.
     """
 
     def __init__(self, group: Group, whole: Room) -> None:

@@ -1,18 +1,14 @@
 """Weights of one unit that the forward of another reads under their names: `self.lm_head.weight`.
 
-A loss in chunks multiplies by the weight of a head that is a unit of its own;
-a decoder looks up the
-table of its encoder. Nobody calls the module that holds the weight, so no hook tells of it. But
+A loss in chunks multiplies by the weight of a head that is a unit of its own; a decoder looks up
+the table of its encoder. Nobody calls the module that holds the weight, so no hook tells of it. But
 `module.weight` ends in `module._parameters["weight"]`, unless a gathered tensor hides it. So
 `_parameters` of a transformed module is a `Parameters`, which enters the unit then.
 
-[Note: how long it stays whole] The unit is left when the call ends whose
-forward has read the weight,
-or when its own module is called. So a loss in any number of chunks gathers it once.
-Every rank reads it
-or none does, as every rank calls the same units. Backward gathers it where
-the schedule says, whether or
-not this rank has used it: one rank may have no chunk at all.
+[Note: how long it stays whole] The unit is left when the call ends whose forward has read the
+weight, or when its own module is called. So a loss in any number of chunks gathers it once. Every
+rank reads it or none does, as every rank calls the same units. Backward gathers it where the
+schedule says, whether or not this rank has used it: one rank may have no chunk at all.
 """
 
 from __future__ import annotations

@@ -115,9 +115,8 @@ class ParameterPiece:
         self.in_parcel = in_parcel
         self.numel = local.numel()  # of the whole parameter on this rank
         self.dtype = local.dtype
-        # A row where it is cut: some decay matrices only, by `p.ndim`.
-        # The form that the optimizer sees: that of the parameter,
-        # or of one row if the parameter is cut.
+        # A row where it is cut: some decay matrices only, by `p.ndim`. The form that the optimizer
+        # sees: that of the parameter, or of one row if the parameter is cut.
         self.shape = (
             tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
         )

@@ -33,11 +33,9 @@ __all__ = [
 PACKED_NBYTES = 128 * 1024
 
 Route = Sequence[tuple[int, int | None]]
-"""Hops of a tensor, in the order in which axes cut it (see
-`zero_fn.transport.links`): the number of
-the axis, and the elements of the largest piece into which it cuts what
-the hops before it left; None
-if it does not cut."""
+"""Hops of a tensor, in the order in which axes cut it (see `zero_fn.transport.links`): the number
+of the axis, and the elements of the largest piece into which it cuts what the hops before it left;
+None if it does not cut."""
 
 ByRank = Sequence[Sequence[Tensor]]
 """Tensors that go to each rank of an axis, or come from it; none for this rank.

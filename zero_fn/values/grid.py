@@ -88,8 +88,7 @@ class Grid:
     ) -> Cut | None:
         """How to cut a parameter; None if it rests whole on every data axis.
 
-        `shape`, `stride`: of its part on the first ranks of its model axes,
-        which have the largest.
+        `shape`, `stride`: of its part on the first ranks of its model axes, which have the largest.
         """
         sharding = [
             number for number in self.order(stages, model) if stages[number] > Stage.NOTHING
