@@ -27,6 +27,7 @@ from zero_fn.one_host.arena import Arena
 from zero_fn.resting import local_of
 from zero_fn.runtime.group import Buffer
 from zero_fn.runtime.registry import runs_of, units_of
+from zero_fn.storage import pool
 
 # -- with the step, and with the model --------------------------------------------------------------------------------
 
@@ -86,14 +87,18 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize(("stage", "recycles"), [("zero1", False), ("zero3", False), ("zero3", True)])
 @on_ranks(2)
-def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
-    """After the first three programs nothing is gathered. After the others it is when the model is gone."""
+def test_memory_is_freed_after_a_step_and_with_the_model(program, stage, recycles):
+    """After the first three programs nothing is gathered. After the others it is when the model is gone.
+
+    Buffers that are recycled, as large ones are on a CPU, are dropped after each use in place of losing their memory.
+    """
+    recycled = patch.object(pool, "_RECYCLED_NBYTES", 0) if recycles else nullcontext()
     gc.collect()
     gc.disable()
     try:
-        with _watched() as storages:
+        with recycled, _watched() as storages:
             model = STAGES[stage](Tower(), axis())
             kept, resting = _alive(storages), zf.held(model).parameters
             assert kept == sum(len(unit.memory.groups) for unit in units_of(model))

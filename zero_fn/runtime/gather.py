@@ -44,7 +44,7 @@ class Gather:
         # [Note: what the others hold] (wire_gather.py)
         self.reference_is_shared = False
         self._told: Outcome | None = None  # whether the fetch went well on each rank
-        # Moves before and after the reference is shared.
+        # Moves before and after the reference is shared; they hold the whole buffers.
         self._moves: tuple[list[Move], list[Move]] = ([], [])
         self._arrivals: Arrivals = {}
 
@@ -162,7 +162,7 @@ class Gather:
             self.wait()
         self.failure = None
         if self.whole is not None and not self.whole.free():
-            self.whole = None
+            self._drop_whole()
         self.level = self._kept_level
 
     def outdate(self) -> None:
@@ -185,6 +185,12 @@ class Gather:
     def forget(self) -> None:
         """Forgets the gathered parameters. To be called when they are to rest in other memory."""
         self.level = self._kept_level = 0
-        self.pending = self.whole = self.failure = None
+        self.pending = self.failure = None
         self._arrivals = {}
         self.reference_is_shared = False
+        self._drop_whole()
+
+    def _drop_whole(self) -> None:
+        """Drops the whole buffers, and the moves, which hold them."""
+        self.whole = None
+        self._moves = ([], [])
