@@ -107,28 +107,15 @@ def _run(
 ) -> None:
     """Encodes (`adds` is None), or decodes."""
     wire, (kind, *float8) = records.wire, _KINDS[records.wire.codes]
-    numbers = (  # those of `Form` in wire_codes.c
-        *(
-            rows[0].shape[0],
-            records.row_numel,
-            records.blocks,
-            records.numel,
-            records.rotated,
-            records.head_nbytes,
-        ),
-        *(
-            records.nbytes,
-            kind,
-            wire.is_symmetric,
-            _HIGHEST[wire.codes][not wire.is_symmetric],
-            *float8,
-        ),
-        *(tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])),
-        *(adds is None, adds is True, threads_for(rows[0].numel())),
-    )
-    call_kernel(
-        "zero_fn_records", (ctypes.c_int64 * len(numbers))(*numbers), sources, out, written=[out]
-    )
+    highest = _HIGHEST[wire.codes][not wire.is_symmetric]
+    form = [rows[0].shape[0], records.row_numel, records.blocks, records.numel]
+    form += [records.rotated, records.head_nbytes, records.nbytes]
+    form += [kind, wire.is_symmetric, highest, *float8]
+    form += [tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])]
+    form += [adds is None, adds is True, threads_for(rows[0].numel())]
+    # The numbers of `Form` in wire_codes.c.
+    numbers = (ctypes.c_int64 * len(form))(*form)
+    call_kernel("zero_fn_records", numbers, sources, out, written=[out])
 
 
 def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
