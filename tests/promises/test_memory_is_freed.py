@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
+from tests.support.eviction import evicted
 from tests.support.models import Language, Layer, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import OPTIMIZERS, STAGES, loss_of
@@ -117,6 +118,22 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage, recycle
             assert _alive(storages) == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_an_evicted_model_has_no_memory(stage):
+    with _watched() as storages:
+        model = STAGES[stage](Tower(), axis())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(2):
+            _loss(model, step).backward()
+            optimizer.step()
+        held = zf.held(model).parameters
+        away = evicted(model, optimizer)
+        assert _alive(storages) == 0
+        away.restore()
+        assert zf.held(model).parameters == held
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
