@@ -126,9 +126,7 @@ def test_an_evicted_model_has_no_memory(stage):
     with _watched() as storages:
         model = STAGES[stage](Tower(), axis())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(2):
-            _loss(model, step).backward()
-            optimizer.step()
+        _train(model, optimizer)
         held = zf.held(model).parameters
         away = evicted(model, optimizer)
         assert _alive(storages) == 0

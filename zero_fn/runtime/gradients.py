@@ -83,6 +83,7 @@ class Gradients:
         """Forgets the layout of gradients: parameters rest in other memory now."""
         self._memory = None
         self._is_in_use = False
+        self._markers = {}  # each holds the memory that it was made for
 
     def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
         """Adds the gradients of one use, which belong to autograd and may be shared:
