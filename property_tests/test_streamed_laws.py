@@ -49,6 +49,12 @@ def check(simulated, tmp_path_factory, placed, program, n):
     [("backward", 0), ("step", 0), ("backward", 1), ("drop_gradients", 1), ("step", 0), ("backward", 2), ("step", 0)],
     1,
 )
+# Rank 1 has no rows of a unit, whose sums of 16 bits are between two axes: it took the plan of one axis for all.
+@example(
+    Placed("zero1", "sgd", frozenset(["params"]), "replicate", options={"units": "blocks.*"}, round="stochastic"),
+    [("assign_gradients", 1)],
+    2,
+)
 @examples(dev=3, ci=1_000, deep=40_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(simulated, tmp_path_factory, placed, program, n):

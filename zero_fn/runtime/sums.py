@@ -80,7 +80,7 @@ class Sums:
         ]
         # The line and the plan, where means are at rest after one reduce-scatter.
         self.only: tuple[Line, Any] | None = None
-        if len(self._hops[0]) == 1 and not later and not self._means:
+        if len(self._hops[0]) == 1 and not (later or self._means or self._between):
             self.only = self._hops[0][0][:2]
 
     def rooms(self, buffers: Sequence[Tensor]) -> list[Tensor]:
