@@ -44,14 +44,12 @@ class Gather:
         # [Note: what the others hold] (wire_gather.py)
         self.reference_is_shared = False
         self._told: Outcome | None = None  # whether the fetch went well on each rank
-        # Moves before and after the reference is shared; they hold the whole buffers.
-        self._moves: tuple[list[Move], list[Move]] = ([], [])
         self._arrivals: Arrivals = {}
 
     @property
     def moves(self) -> list[Move]:
         """The moves of a gather, once buffers were cut."""
-        return self._moves[self.reference_is_shared]
+        return self.whole.moves[self.reference_is_shared] if self.whole is not None else []
 
     @property
     def is_at_rest(self) -> bool:
@@ -77,13 +75,14 @@ class Gather:
         memory = self._memory
         if memory.away:
             self.failure = memory.arrived(exact=False)
-        if self.whole is None:
-            self._cut(unit)
+        whole = self.whole
+        if whole is None:
+            whole = self._cut(unit)
         else:
-            self.whole.renew()
+            whole.renew()
         if memory.away and memory.may_fail:
             self._told = Outcome(memory.line, self.failure, f"Fetching {memory.unit}")
-        for move in self._moves[self.reference_is_shared][self.level :]:
+        for move in whole.moves[self.reference_is_shared][self.level :]:
             for fill in move.fill:
                 fill(self._arrivals)
             works = self._send_beside(move) if self._arrivals else self._send(move)
@@ -121,14 +120,16 @@ class Gather:
                 self._arrivals[stream] = stream.there.record_event()
         return works
 
-    def _cut(self, unit: object) -> None:
+    def _cut(self, unit: object) -> WholeBuffers:
         """Cuts the whole buffers into parameters and into what moves."""
         memory = self._memory
-        self.whole = whole = WholeBuffers(unit, memory.slots, memory.groups)
+        whole = WholeBuffers(unit, memory.slots, memory.groups)
         extended = [segment for each in whole.by_extension.values() for segment in each.segments]
-        self._moves = moves_of(whole.rooms, extended, memory.line, memory.unit)
-        self.top = len(self._moves[0])
+        whole.moves = moves_of(whole.rooms, extended, memory.line, memory.unit)
         whole.note_references()
+        self.top = len(whole.moves[0])
+        self.whole = whole
+        return whole
 
     def wait(self) -> None:
         """Waits for the move that is under way."""
@@ -141,7 +142,7 @@ class Gather:
         while self._arrivals:
             stream, end = self._arrivals.popitem()
             stream.wait_for(end)
-        for decode in self._moves[self.reference_is_shared][-1].decode:
+        for decode in self.whole.moves[self.reference_is_shared][-1].decode:
             decode()
         self.reference_is_shared = True
         if self.whole.by_extension:
@@ -162,7 +163,7 @@ class Gather:
             self.wait()
         self.failure = None
         if self.whole is not None and not self.whole.free():
-            self._drop_whole()
+            self.whole = None
         self.level = self._kept_level
 
     def outdate(self) -> None:
@@ -185,12 +186,6 @@ class Gather:
     def forget(self) -> None:
         """Forgets the gathered parameters. To be called when they are to rest in other memory."""
         self.level = self._kept_level = 0
-        self.pending = self.failure = None
+        self.pending = self.whole = self.failure = None
         self._arrivals = {}
         self.reference_is_shared = False
-        self._drop_whole()
-
-    def _drop_whole(self) -> None:
-        """Drops the whole buffers, and the moves, which hold them."""
-        self.whole = None
-        self._moves = ([], [])

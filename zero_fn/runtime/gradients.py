@@ -58,8 +58,8 @@ class Gradients:
         self.local: list[Tensor | None] = [None] * len(slots)
         self._is_owned = [False] * len(slots)
         self.is_empty = True  # no gradient is waiting
-        # Markers by slot, each with the `flat` it was made for.
-        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}
+        # Markers by slot, in the form of the parameters as they rest now.
+        self._markers: dict[int, PendingGradient] = {}
         # What stands as `.grad` of each slot while the sum is pending.
         self._marked: dict[int, PendingGradient] = {}
 
@@ -83,7 +83,7 @@ class Gradients:
         """Forgets the layout of gradients: parameters rest in other memory now."""
         self._memory = None
         self._is_in_use = False
-        self._markers = {}  # each holds the memory that it was made for
+        self._markers = {}
 
     def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
         """Adds the gradients of one use, which belong to autograd and may be shared:
@@ -144,11 +144,11 @@ class Gradients:
 
     def _marker(self, i: int, slot: Slot) -> PendingGradient:
         """The marker of a slot, made once for the memory that its parameter rests in."""
-        known = self._markers.get(i)
-        if known is None or known[0] is not slot.flat:
-            known = slot.flat, PendingGradient(slot, partial(_zero_sum, weakref.ref(self), i))
-            self._markers[i] = known
-        return known[1]
+        marker = self._markers.get(i)
+        if marker is None:
+            marker = PendingGradient(slot, partial(_zero_sum, weakref.ref(self), i))
+            self._markers[i] = marker
+        return marker
 
     def forget_dropped(self) -> None:
         """Drops the sums whose marker the user removed: `zero_grad()`,

@@ -78,7 +78,7 @@ class Sums:
             ]
             for hop in (heads, later)
         ]
-        # The line and the plan, where means are at rest after one reduce-scatter.
+        # The line and the plan, where one reduce-scatter into the buffers leaves means at rest.
         self.only: tuple[Line, Any] | None = None
         if len(self._hops[0]) == 1 and not (later or self._means or self._between):
             self.only = self._hops[0][0][:2]

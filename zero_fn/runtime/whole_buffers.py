@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zero_fn.runtime.fsdp_extensions import ExtensionGather
 from zero_fn.runtime.group import Group
+from zero_fn.runtime.moves import Move
 from zero_fn.runtime.rooms import Room, whole_room
 from zero_fn.runtime.saved_tensor_hooks import remember_buffer
 from zero_fn.runtime.slot import Slot
@@ -88,6 +89,9 @@ class WholeBuffers:
             i: ExtensionGather(slot) for i, slot in enumerate(slots) if slot.kind.by_extension
         }
         self.rooms: dict[Group, Room] = {}
+        # The moves of a gather into the buffers, which hold them: before and after the reference
+        # is shared. [Note: what the others hold] (wire_gather.py)
+        self.moves: tuple[list[Move], list[Move]] = ([], [])
         # Tensors that the next backward may show again, if there are any.
         self.lent: Lent | None = None
         self._unit = weakref.ref(unit)  # which owns this
