@@ -43,9 +43,9 @@ _ROWS = st.sampled_from([(31,), (32,), (64,), (65,), (100,), (256,), (300,), (3,
 _SHAPES = st.tuples(st.integers(0, 9), _ROWS).map(lambda both: (both[0], *both[1]))
 _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64)
 _CODES, _BLOCKS = st.sampled_from(["int4", "int8"]), st.sampled_from([32, 48, 256])
-_FLOATS = st.sampled_from(["float8_e4m3fn", "float8_e5m2"])
-_WIRES = st.builds(Wire, _CODES, _BLOCKS, is_symmetric=st.booleans(), rotates=st.booleans()) | st.builds(
-    Wire, _FLOATS, _BLOCKS
+_OF_PARAMETERS = st.builds(Wire, st.sampled_from(["int4", "int8", "float8_e4m3fn"]), _BLOCKS)
+_OF_GRADIENTS = st.builds(Wire, _CODES, _BLOCKS, rotates=st.booleans()) | st.builds(
+    Wire, st.sampled_from(["float8_e4m3fn", "float8_e5m2"]), _BLOCKS
 )
 _DIFFERENCES = st.builds(Wire, _CODES, _BLOCKS, is_difference=st.just(True))
 
@@ -54,8 +54,8 @@ _DIFFERENCES = st.builds(Wire, _CODES, _BLOCKS, is_difference=st.just(True))
 def _cases(draw):
     tree = replace(draw(small_trees(_SHAPES, _DTYPES)), ties=draw(st.sampled_from([(), ((0, 1),)])))
     compute = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    gather = draw(st.none() | _WIRES | _DIFFERENCES)
-    scatter = draw(_WIRES if gather is None else st.none() | _WIRES)
+    gather = draw(st.none() | _OF_PARAMETERS | _DIFFERENCES)
+    scatter = draw(_OF_GRADIENTS if gather is None else st.none() | _OF_GRADIENTS)
     return Case(tree, compute, gather, scatter, draw(st.integers(1, 3)), draw(st.booleans()))
 
 

@@ -26,8 +26,8 @@ from zero_fn.values.wire import row_numel
 
 FORMATS = {
     "int8": {"gather": zf.int8()},
-    "int8, int4": {"gather": zf.int8(symmetric=False, block=64), "reduce": zf.int4()},
-    "int4, both": {"gather": zf.int4(rotate=True), "reduce": zf.int4(symmetric=False, block=48, rotate=True)},
+    "int8, int4": {"gather": zf.int8(block=64), "reduce": zf.int4()},
+    "int4, both": {"gather": zf.int4(), "reduce": zf.int4(block=48, rotate=True)},
     "float8": {"gather": zf.float8(), "reduce": zf.float8(dtype=torch.float8_e5m2)},
     "differences": {"gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
 }
@@ -311,7 +311,6 @@ AGAIN = 7 / 4  # gathers of a step of ZeRO-3: the last of four units stays from 
 BYTES = {  # of a step, for each element of which a rank sends a part
     "bf16": ("zero3", {}, AGAIN * 2 + 2),
     "int8, int4": ("zero3", {"gather": zf.int8(), "reduce": zf.int4()}, AGAIN * 260 / 256 + 132 / 256),
-    "asymmetric": ("zero3", {"gather": zf.int8(symmetric=False)}, AGAIN * 264 / 256 + 2),
     "blocks of 64": ("zero3", {"gather": zf.int4(block=64)}, AGAIN * 36 / 64 + 2),
     "ZeRO-2": ("zero2", {"gather": zf.float8(), "reduce": zf.int4()}, 260 / 256 + 132 / 256),
     "differences": ("zero2", {"gather": zf.delta4(), "reduce": zf.int4()}, 2 * 132 / 256),
@@ -446,7 +445,7 @@ def test_differences_need_a_copy_that_they_can_be_added_to():
 
 @on_ranks(2)
 def test_ranks_with_other_formats_are_told_so():
-    gather = zf.int8(block=64 if dist.get_rank() else 256, symmetric=False)
+    gather = zf.int8(block=64 if dist.get_rank() else 256)
     model = zf.precision(zf.zero3(_built(), axis()), gather=gather, reduce=zf.int4(rotate=True))
-    with pytest.raises(zf.DisagreementError, match=r"bf16 \(int8, asymmetric, block 64\)/fp32 \(int4, rotated\)"):
+    with pytest.raises(zf.DisagreementError, match=r"bf16 \(int8, block 64\)/fp32 \(int4, rotated\)"):
         model(torch.zeros(1, 2, dtype=torch.int64))

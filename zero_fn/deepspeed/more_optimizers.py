@@ -17,7 +17,7 @@ from zero_fn.errors import ConfigError
 from zero_fn.owners.dealing import Cost, cost_of
 from zero_fn.streamed.inner_optimizer import raw_step
 
-__all__ = ["Lamb", "Lion", "MuonWithAuxAdam", "costs_of", "groups_of_muon"]
+__all__ = ["Lamb", "Lion", "MuonWithAuxAdam", "groups_of_muon"]
 
 Betas = tuple[float, float]
 
@@ -138,16 +138,6 @@ def groups_of_muon(params: Iterable[Any], models: Iterable[nn.Module]) -> list[d
             parts[not is_hidden(parameter)].append(parameter)
         found += [{**group, "params": part, "use_muon": part is parts[0]} for part in parts if part]
     return found
-
-
-def costs_of(optimizer: Optimizer) -> Cost | None:
-    """What a step of each parameter costs, for `by_owner`; None: what that assumes."""
-    if not isinstance(optimizer, _OfDeepSpeed):
-        return None
-    matrices = {
-        id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]
-    }
-    return lambda parameter: cost_of(parameter) if id(parameter) in matrices else parameter.numel()
 
 
 class Lamb(_OfDeepSpeed):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries, said_by, shown
-from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, costs_of, groups_of_muon
+from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
 from zero_fn.errors import ConfigError
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.runtime.elementwise import is_of_bitsandbytes, looks_at_whole_tensors
@@ -83,7 +83,7 @@ def whole_where_needed(optimizer: Optimizer) -> Optimizer:
         slot is not None and slot.path.is_spread for slot in slots
     ):
         return optimizer
-    return by_owner(optimizer, cost=costs_of(optimizer))
+    return by_owner(optimizer)
 
 
 def finished(optimizer: Optimizers, tiers: Tiers) -> Optimizer:

@@ -10,8 +10,8 @@ enum { MOST_NUMEL = 1 << 12, USUAL_NUMEL = 256, TASK_BLOCKS = 16 }; /* of a bloc
 enum { INT4, INT8, FLOAT8, LINE_NBYTES = 64, AHEAD_NBYTES = 1 << 11 }; /* codes; of the cache */
 
 typedef struct { /* as wire_codes.py lists them */
-    int64_t rows, row_numel, blocks, numel, rotated, head_nbytes, nbytes;
-    int64_t codes, is_symmetric, highest; /* the largest code, or how many follow that of the least value */
+    int64_t rows, row_numel, blocks, numel, rotated, nbytes;
+    int64_t codes, highest; /* the largest code */
     int64_t mantissa, bias;               /* of a float of eight bits */
     int64_t is_bfloat16, held_is_bfloat16, encodes, adds, threads;
 } Form;
@@ -86,24 +86,14 @@ INLINE void load(float *restrict y, const void *values, int is_bfloat16, int64_t
     else memcpy(y, (const float *)values + begin, numel * sizeof *y);
 }
 
-/* How wide the codes must reach, from `least` on; NaN or infinity if any value is. */
-INLINE float width_of(const float *y, int64_t numel, int is_symmetric, float *least) {
-    int32_t most = INT32_MIN, low = INT32_MAX; /* as integers floats without signs have their order, and NaN is above infinity */
-    if (is_symmetric) {
-        for (int64_t i = 0; i < numel; i++) {
-            const int32_t size = bits_of(y[i]) & INT32_MAX;
-            most = size > most ? size : most;
-        }
-        *least = 0.0f;
-        return of_bits(most);
-    }
+/* The largest absolute value; NaN or infinity if any value is. */
+INLINE float largest_of(const float *y, int64_t numel) {
+    int32_t most = INT32_MIN; /* as integers floats without signs have their order, and NaN is above infinity */
     for (int64_t i = 0; i < numel; i++) {
-        const int32_t bits = bits_of(y[i]), ordered = bits ^ (bits >> 31 & INT32_MAX);
-        most = ordered > most ? ordered : most;
-        low = ordered < low ? ordered : low;
+        const int32_t size = bits_of(y[i]) & INT32_MAX;
+        most = size > most ? size : most;
     }
-    *least = of_bits(low ^ (low >> 31 & INT32_MAX)) + 0.0f; /* no negative zero */
-    return of_bits(most ^ (most >> 31 & INT32_MAX)) - *least;
+    return of_bits(most);
 }
 
 INLINE uint32_t int_of(float share) { return bits_of(share + 0x1.8p23f); } /* to nearest, ties to even, in the lowest bits */
@@ -122,25 +112,23 @@ INLINE float of_float8(uint8_t code, int mantissa, int bias) { /* no code of a r
 }
 
 INLINE void encode_block(float *restrict y, int64_t numel, const Form *form, uint8_t *restrict record) {
-    float head[2];
-    const float width = width_of(y, numel, form->is_symmetric, head + 1), least = head[1];
-    const int is_finite = width <= FLT_MAX, is_coded = is_finite && width >= 0x1p-100f;
-    head[0] = is_coded ? width / form->highest : is_finite ? 0.0f : of_bits(0x7fc00000);
-    if (!is_finite) head[1] = 0.0f;
+    const float largest = largest_of(y, numel);
+    const int is_finite = largest <= FLT_MAX, is_coded = is_finite && largest >= 0x1p-100f;
+    const float scale = is_coded ? largest / form->highest : is_finite ? 0.0f : of_bits(0x7fc00000);
     memset(record, 0, form->nbytes);
-    memcpy(record, head, form->head_nbytes);
+    memcpy(record, &scale, sizeof scale);
     if (!is_coded) return;
-    uint8_t *restrict codes = record + form->head_nbytes;
-    const float inverse = form->highest / width;
+    uint8_t *restrict codes = record + sizeof scale;
+    const float inverse = form->highest / largest;
     if (form->codes == INT4) {
         const int64_t half = (numel + 1) / 2;
-        if (numel & 1) y[numel] = least; /* becomes code 0 */
+        if (numel & 1) y[numel] = 0.0f; /* becomes code 0 */
         for (int64_t i = 0; i < half; i++) {
-            const uint32_t low = int_of((y[i] - least) * inverse), high = int_of((y[i + half] - least) * inverse);
+            const uint32_t low = int_of(y[i] * inverse), high = int_of(y[i + half] * inverse);
             codes[i] = (low & 15) | high << 4;
         }
     } else if (form->codes == INT8) {
-        for (int64_t i = 0; i < numel; i++) codes[i] = int_of((y[i] - least) * inverse);
+        for (int64_t i = 0; i < numel; i++) codes[i] = int_of(y[i] * inverse);
     } else {
         const int mantissa = form->mantissa, bias = form->bias;
         for (int64_t i = 0; i < numel; i++) codes[i] = float8_of(y[i] * inverse, mantissa, bias);
@@ -148,19 +136,18 @@ INLINE void encode_block(float *restrict y, int64_t numel, const Form *form, uin
 }
 
 INLINE void decode_block(float *restrict y, int64_t numel, const Form *form, const uint8_t *restrict record) {
-    float head[2];
-    memcpy(head, record, form->head_nbytes);
-    const float scale = head[0], least = form->is_symmetric ? 0.0f : head[1];
-    const uint8_t *restrict codes = record + form->head_nbytes;
+    float scale;
+    memcpy(&scale, record, sizeof scale);
+    const uint8_t *restrict codes = record + sizeof scale;
     const int64_t half = (numel + 1) / 2;
-    const int32_t sign = form->is_symmetric ? form->codes == INT4 ? 8 : 128 : 0; /* flipped and subtracted, it is negative */
+    const int32_t sign = form->codes == INT4 ? 8 : 128; /* flipped and subtracted, it is negative */
     if (form->codes == INT4)
         for (int64_t i = 0; i < half; i++) {
             const int32_t low = ((codes[i] & 15) ^ sign) - sign, high = ((codes[i] >> 4) ^ sign) - sign;
-            y[i] = (float)low * scale + least, y[i + half] = (float)high * scale + least;
+            y[i] = (float)low * scale, y[i + half] = (float)high * scale;
         }
     else if (form->codes == INT8)
-        for (int64_t i = 0; i < numel; i++) y[i] = (float)((codes[i] ^ sign) - sign) * scale + least;
+        for (int64_t i = 0; i < numel; i++) y[i] = (float)((codes[i] ^ sign) - sign) * scale;
     else {
         const int mantissa = form->mantissa, bias = form->bias;
         for (int64_t i = 0; i < numel; i++) y[i] = of_float8(codes[i], mantissa, bias) * scale;

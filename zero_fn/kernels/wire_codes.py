@@ -5,15 +5,13 @@ A block counts as float32. Where it is rotated, runs of r elements are first mix
 butterflies of elements 1, 2, 4 ... apart, (a, b) -> (a + b, a - b). The same again, and times
 1 / r, gives them back.
 
-    symmetric   scale = largest / m, code = value * (m / largest),
-                of the largest absolute value; m is the largest code
-    asymmetric  scale = (most - least) / m, code = (value - least) * (m / (most - least)),
-                m being 255 or 15
+    scale = largest / m, code = value * (m / largest),
+    of the largest absolute value; m is the largest code
 
-Codes are rounded to the nearest, ties to even, and a value is `code * scale` or
-`code * scale + least`. Where the largest (or most - least) is below 2^-100 the scale and the codes
-are 0. Where it is no finite number, because a value is none or a sum overflows, the scale is NaN
-and the codes are 0, so all of the block is NaN when it is decoded: who scales losses sees it.
+Codes are rounded to the nearest, ties to even, and a value is `code * scale`. Where the largest is
+below 2^-100 the scale and the codes are 0. Where it is no finite number, because a value is none or
+a sum overflows, the scale is NaN and the codes are 0, so all of the block is NaN when it is
+decoded: who scales losses sees it.
 
 Each of these operations is rounded to float32, in one order,
 so C and torch have the same bits on all devices.
@@ -29,12 +27,12 @@ from torch import Tensor
 
 from zero_fn.kernels.compiler import call_kernel, has_kernels
 from zero_fn.kernels.threads import threads_for
-from zero_fn.values.wire import Records
+from zero_fn.values.wire import SCALE_NBYTES, Records
 
 __all__ = ["decode", "decode_mean", "encode"]
 
 # The values of m above.
-_HIGHEST = {"int4": (7, 15), "int8": (127, 255), "float8_e4m3fn": (448,), "float8_e5m2": (57344,)}
+_HIGHEST = {"int4": 7, "int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 # Number of the format, bits of mantissa, bias.
 _KINDS = {
     "int4": (0, 0, 0),
@@ -107,10 +105,9 @@ def _run(
 ) -> None:
     """Encodes (`adds` is None), or decodes."""
     wire, (kind, *float8) = records.wire, _KINDS[records.wire.codes]
-    highest = _HIGHEST[wire.codes][not wire.is_symmetric]
     form = [rows[0].shape[0], records.row_numel, records.blocks, records.numel]
-    form += [records.rotated, records.head_nbytes, records.nbytes]
-    form += [kind, wire.is_symmetric, highest, *float8]
+    form += [records.rotated, records.nbytes]
+    form += [kind, _HIGHEST[wire.codes], *float8]
     form += [tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])]
     form += [adds is None, adds is True, threads_for(rows[0].numel())]
     # The numbers of `Form` in wire_codes.c.
@@ -119,16 +116,12 @@ def _run(
 
 
 def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
-    blocks, numel, head_nbytes = records.blocks, records.numel, records.head_nbytes
+    blocks, numel = records.blocks, records.numel
     y = torch.nn.functional.pad(values, (0, blocks * numel - records.row_numel))
     y = y.view(-1, blocks, numel)
-    y, heads = _mixed(y, records.rotated), []
+    y = _mixed(y, records.rotated)
     width = y.abs().amax(-1, keepdim=True)
-    if not records.wire.is_symmetric:
-        least = y.amin(-1, keepdim=True) + 0.0  # no negative zero
-        width, y = y.amax(-1, keepdim=True) - least, y - least
-        heads = [least.masked_fill(~width.isfinite(), 0.0)]
-    highest = _full(y, _HIGHEST[records.wire.codes][not records.wire.is_symmetric])
+    highest = _full(y, _HIGHEST[records.wire.codes])
     is_finite = width.isfinite()
     is_coded = is_finite & (width >= 2.0**-100)
     scale = torch.where(is_coded, width / highest, 0.0).masked_fill_(~is_finite, torch.nan)
@@ -141,26 +134,22 @@ def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
         low, high = torch.nn.functional.pad(codes & 15, (0, numel % 2)).chunk(2, -1)
         codes = low | high << 4
     places = out.zero_().view(-1, blocks, records.nbytes)
-    places[..., :head_nbytes] = torch.cat([scale, *heads], -1).view(torch.uint8)
-    places[..., head_nbytes : head_nbytes + codes.shape[-1]] = codes
+    places[..., :SCALE_NBYTES] = scale.view(torch.uint8)
+    places[..., SCALE_NBYTES : SCALE_NBYTES + codes.shape[-1]] = codes
 
 
 def _decoded_by_torch(coded: Tensor, records: Records) -> Tensor:
-    places, is_symmetric = coded.view(-1, records.blocks, records.nbytes), records.wire.is_symmetric
-    scale, *least = places[..., : records.head_nbytes].contiguous().view(torch.float32).unbind(-1)
-    codes = places[..., records.head_nbytes :]
+    places = coded.view(-1, records.blocks, records.nbytes)
+    scale = places[..., :SCALE_NBYTES].contiguous().view(torch.float32)
+    codes = places[..., SCALE_NBYTES:]
     if records.wire.codes == "int4":
         codes = codes[..., : -(-records.numel // 2)]
         codes = torch.cat([codes & 15, codes >> 4], -1)
-        codes = (codes ^ 8) - 8 if is_symmetric else codes  # the upper half of them is negative
+        codes = (codes ^ 8) - 8  # the upper half of them is negative
+    is_integer = records.wire.codes in ("int4", "int8")
     codes = codes[..., : records.numel]
-    if is_symmetric:
-        codes = codes.view(
-            torch.int8
-            if records.wire.codes in ("int4", "int8")
-            else getattr(torch, records.wire.codes)
-        )
-    y = sum((addend[..., None] for addend in least), codes.float() * scale[..., None])
+    codes = codes.view(torch.int8 if is_integer else getattr(torch, records.wire.codes))
+    y = codes.float() * scale
     y = _mixed(y, records.rotated) * (1 / records.rotated)
     return y.view(-1, records.blocks * records.numel)[:, : records.row_numel]
 

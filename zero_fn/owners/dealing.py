@@ -8,7 +8,7 @@ all ranks travel together, then the second ones, ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,10 +21,7 @@ from zero_fn.owners.routes import Route, route_of
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import mesh_of
 
-__all__ = ["Cost", "Dealing", "Dealt", "batches", "cost_of"]
-
-Cost = Callable[[Tensor], float]
-
+__all__ = ["Dealing", "Dealt", "batches", "cost_of"]
 
 def cost_of(parameter: Tensor) -> float:
     """What a step of a tensor costs: of a matrix, or a stack of them,
@@ -71,8 +68,7 @@ class Dealing:
     Tensors of one mesh are balanced over its ranks.
     """
 
-    def __init__(self, cost: Cost) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         self.load: dict[DeviceMesh, list[float]] = {}  # cost of what each rank of a mesh owns
 
     def deal(self, parameters: Sequence[Tensor]) -> list[Dealt]:
@@ -80,7 +76,7 @@ class Dealing:
         dealt: list[Dealt] = []
         resting = [
             # `route_of` may refuse the tensor.
-            (self._cost(each) if each.requires_grad else 0.0, each, mesh, route_of(each))
+            (cost_of(each) if each.requires_grad else 0.0, each, mesh, route_of(each))
             for each in parameters
             if (mesh := mesh_of(each)) is not None
         ]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from zero_fn.advice import say_if_alone, say_if_rounded
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
+from zero_fn.owners.dealing import Dealing, Dealt, batches
 from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.states import on_owners, states_on_all_ranks
 from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
@@ -38,9 +38,7 @@ __all__ = ["ByOwner", "by_owner"]
 BATCH_NBYTES = 64 << 20
 
 
-def by_owner(
-    optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str = BATCH_NBYTES
-) -> ByOwner:
+def by_owner(optimizer: Optimizer, *, batch: int | str = BATCH_NBYTES) -> ByOwner:
     """Lets any optimizer step sharded parameters: each tensor is stepped whole,
     by one rank, its owner.
 
@@ -65,9 +63,6 @@ def by_owner(
             and keeps its states in `state[parameter]`. This is tried on two small parameters. Its
             parameters are those of the model after the last transform. States that it has are
             moved. All ranks have the same parameters in the same order.
-        cost: What a step of a parameter costs, by which owners are chosen: a function of the
-            parameter. None: elements times the shorter side of a matrix or of a stack of them
-            (Newton-Schulz, Shampoo), elements of any other tensor.
         batch: Bytes of values and gradients that an owner takes at a time,
             as a number or as text ("64MiB").
 
@@ -95,7 +90,7 @@ def by_owner(
         )
     require_not_streamed(optimizer)
     require_independent(optimizer, optimizer.param_groups)
-    found = ByOwner(optimizer, cost or cost_of, nbytes_of_text(batch, "batch"))
+    found = ByOwner(optimizer, nbytes_of_text(batch, "batch"))
     say_if_alone(optimizer)
     say_if_rounded(optimizer)
     return found
@@ -121,14 +116,14 @@ class ByOwner(Optimizer):
     # Whether it steps parameters that rest in tiers: once the optimizer was given to `streamed`.
     takes_from_tiers = False
 
-    def __init__(self, inner: Optimizer, cost: Cost, nbytes: int) -> None:
+    def __init__(self, inner: Optimizer, nbytes: int) -> None:
         shared = {
             name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")
         }
         self.__setstate__(
             {"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared}
         )
-        self._dealing = Dealing(cost)
+        self._dealing = Dealing()
         self._nbytes = nbytes
         self._lines = LinesByAxis()
         # Owners by the identity of the parameter, in the order of dealing.

@@ -163,6 +163,12 @@ def _require_formats(gather: object, reduce: object) -> None:
     if not isinstance(gather, Wire | None):
         fix = "gather=zf.int8(); compute=torch.bfloat16"
         raise LayoutError("Parameters travel in a format.", gather=gather, fix=fix)
+    if gather is not None and (gather.rotates or gather.codes == "float8_e5m2"):
+        raise LayoutError(
+            "This format is for gradients.",
+            gather=gather,
+            fix="gather=zf.wire.int8(), int4(), float8() or delta4()",
+        )
     if isinstance(reduce, Wire) and reduce.is_difference:
         raise LayoutError(
             "Gradients do not travel as differences.",

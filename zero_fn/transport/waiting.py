@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +24,6 @@ __all__ = [
     "OutOfStep",
     "PeerLost",
     "deadline",
-    "guard",
     "lost",
     "set_deadline",
     "set_timeout_of",
@@ -35,7 +34,7 @@ DEFAULT_DEADLINE_S, LONGEST_DEADLINE_S = 300.0, 1e9
 limit = timedelta(seconds=DEFAULT_DEADLINE_S)
 """How long any wait may take."""
 
-_is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
+_is_deadline_asked = False
 # By the group of each axis of an accelerator: the axis in words, and the timeouts that its
 # backends had. They take seconds for what is issued from then on: the watchdog of NCCL keeps them,
 # and gloo itself.
@@ -80,79 +79,65 @@ def deadline() -> float:
     return limit.total_seconds()
 
 
-def set_deadline(seconds: float | str, name: str = "deadline_s") -> None:
-    """Sets the seconds that any wait may take; `name` is what the user has set them by.
+def set_deadline(seconds: float) -> AbstractContextManager[None]:
+    """Sets how long a collective may wait for a peer: from now on, or for a block.
+
+        zf.distributed.set_deadline(30)
+
+        with zf.distributed.set_deadline(30):  # as it was before, after the block
+            train(model)
+
+    Where the host waits, `LostRankError` is raised. On NCCL the device waits: there it becomes the
+    timeout of the process groups, whose watchdog **ends the process** with an error of torch that
+    names the collective. It counts from when the host issues a collective, so what the device has
+    to compute before counts, too. torch takes up to a minute more to end the process, unless
+    `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=100`. Without it, `init_process_group(timeout=)` holds
+    there. A backend that takes no timeout is warned about once.
+
+    Communicates nothing. The environment variable `ZERO_FN_DEADLINE_S` sets the same for a whole
+    program.
+
+    Args:
+        seconds: How long a collective may wait for a peer; 300 unless set.
+
+    Returns:
+        A context manager that restores what was set before. It need not be entered.
 
     Raises:
-        LayoutError: These are no seconds.
+        LayoutError: `seconds` is no number of seconds, or not positive.
     """
-    global limit
+    before = deadline(), _is_deadline_asked
+    _set(_seconds(seconds, "The deadline"), is_asked=True)
+    return _restoring(*before)
+
+
+@contextmanager
+def _restoring(seconds: float, is_asked: bool) -> Iterator[None]:
     try:
-        found = float(seconds)
+        yield
+    finally:
+        _set(seconds, is_asked=is_asked)
+
+
+def _seconds(given: float | str, name: str) -> float:
+    try:
+        found = float(given)
     except (TypeError, ValueError):
         found = 0.0
     if not 0 < found <= LONGEST_DEADLINE_S:
         raise LayoutError(
             f"{name} must be positive, a number of seconds.",
-            got=repr(seconds),
+            got=repr(given),
             fix=f"{DEFAULT_DEADLINE_S:g}, as without it; {LONGEST_DEADLINE_S:.0f} for no deadline",
         )
-    limit = timedelta(seconds=found)
+    return found
 
 
-@contextmanager
-def guard(*, deadline_s: float | None = None, compare: None = None) -> Iterator[None]:
-    """Sets, for the block, how long a collective may wait.
-
-        with zf.guard(deadline_s=30):
-            train(model)
-
-    Communicates nothing. The environment variable `ZERO_FN_DEADLINE_S` sets
-    the same for a whole program.
-
-    Args:
-        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the
-            host waits, `LostRankError` is raised. On NCCL the device waits: there it becomes
-            the timeout of the process groups, whose watchdog **ends the process** with an error
-            of torch that names the collective. It counts from when the host issues a
-            collective, so what the device has to compute before counts, too; and torch takes up
-            to a minute more to end the process, unless
-            `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=100`. Left out, `init_process_group(timeout=)`
-            holds there. A backend that takes no timeout is warned about once.
-        compare: Is gone: `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares.
-
-    Returns:
-        A context manager.
-
-    Raises:
-        LayoutError: `deadline_s` is no number of seconds, or not positive; or `compare` is given.
-    """
-    global _is_deadline_asked
-    _require_no_comparison("guard(compare=)", compare)
-    before = deadline(), _is_deadline_asked
-    set_deadline(before[0] if deadline_s is None else deadline_s)
-    try:
-        if deadline_s is not None:
-            _is_deadline_asked = True
-            _limit_devices()
-        yield
-    finally:
-        set_deadline(before[0])
-        _is_deadline_asked = before[1]
-        if deadline_s is not None:
-            _limit_devices()
-
-
-def _require_no_comparison(name: str, value: object) -> None:
-    if value is not None:
-        raise LayoutError(
-            f"{name} is gone.",
-            got=repr(value),
-            why="torch compares collectives itself; ranks that share memory are always compared",
-            fix="leave it out, and set TORCH_DISTRIBUTED_DEBUG=DETAIL before the process starts; "
-            "the last collectives of each rank on NCCL are in torch's flight recorder: "
-            "TORCH_FR_BUFFER_SIZE=2000",
-        )
+def _set(seconds: float, *, is_asked: bool) -> None:
+    global limit, _is_deadline_asked
+    limit = timedelta(seconds=seconds)
+    _is_deadline_asked = is_asked
+    _limit_devices()
 
 
 def set_timeout_of(axis: Axis) -> None:
@@ -180,7 +165,7 @@ def _limit_devices() -> None:
             )
         if _is_deadline_asked and not backends:
             warn_once(
-                "The deadline of guard does not act on this accelerator.",
+                "The deadline does not act on this accelerator.",
                 axis=axis,
                 why="there the device waits for a collective, not the host, "
                 "and the backend takes no other timeout",
@@ -197,5 +182,4 @@ def _limited(group: Any) -> list[tuple[Any, timedelta]]:
 
 
 if "ZERO_FN_DEADLINE_S" in os.environ:
-    set_deadline(os.environ["ZERO_FN_DEADLINE_S"], "ZERO_FN_DEADLINE_S")
-_require_no_comparison("ZERO_FN_COMPARE", os.environ.get("ZERO_FN_COMPARE"))
+    _set(_seconds(os.environ["ZERO_FN_DEADLINE_S"], "ZERO_FN_DEADLINE_S"), is_asked=True)

@@ -33,6 +33,7 @@ _TRAVELLING = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_NUMEL = 64  # a row has as many elements, if inner dims have them
 _LEAST_ROW_NUMEL = 32  # with fewer, scales would be as large as what they save
 _MOST_NUMEL = 4096  # of a block: as many fit into the first cache
+SCALE_NBYTES = 4  # float32, before the codes of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,6 @@ class Wire:
 
     codes: Codes
     block: int = 256  # most elements that share a scale
-    is_symmetric: bool = True  # a block has a scale alone; else a scale and its least value
     # The elements of a block are mixed by a Hadamard matrix before they are coded.
     rotates: bool = False
     is_difference: bool = False  # what travels is the change of what the others hold
@@ -50,9 +50,7 @@ class Wire:
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
         is_float = self.codes.startswith("float8")
-        if self.codes not in get_args(Codes) or (
-            is_float and (self.rotates or not self.is_symmetric)
-        ):
+        if self.codes not in get_args(Codes) or (is_float and self.rotates):
             raise LayoutError(
                 "There is no such format.",
                 got=repr(self),
@@ -74,7 +72,6 @@ class Wire:
         name = self.codes.partition("_")[0] if self.codes == "float8_e4m3fn" else self.codes
         options = (
             ("difference", self.is_difference),
-            ("asymmetric", not self.is_symmetric),
             ("rotated", self.rotates),
         )
         block = [f"block {self.block}"] * (self.block != 256)
@@ -105,16 +102,10 @@ class Records:
         return self.numel & -self.numel if self.wire.rotates else 1
 
     @cached_property
-    def head_nbytes(self) -> int:
-        """Bytes before the codes: the scale, and the least value of an
-        asymmetric block, in float32."""
-        return 4 if self.wire.is_symmetric else 8
-
-    @cached_property
     def nbytes(self) -> int:
         """Bytes of a block, so that the next one begins where a float32 may."""
         codes = -(-self.numel // 2) if self.wire.codes == "int4" else self.numel
-        return self.head_nbytes + -(-codes // 4) * 4
+        return SCALE_NBYTES + -(-codes // 4) * 4
 
     @cached_property
     def row_nbytes(self) -> int:
@@ -145,7 +136,7 @@ def row_numel(shape: Sequence[int], order: Sequence[int]) -> int:
     return numel if numel >= _LEAST_ROW_NUMEL else 0
 
 
-def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> Wire:
+def int8(*, block: int = 256, rotate: bool = False) -> Wire:
     """A byte an element, and a scale in float32 for each block:
     what travels has 0.51 of the bytes of bfloat16.
 
@@ -153,12 +144,10 @@ def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> W
 
     Args:
         block: Most elements of a row of the tensor that share a scale, 32 to 4096.
-        symmetric: Codes -127 to 127 of multiples of the scale; else 0 to 255 from the least value
-            of the block on, which takes four bytes more.
-        rotate: Mix the elements of each block by a Hadamard matrix before they are coded: a
-            few large ones then leave the others more of the codes, and zeros do not stay
-            zeros. Of a block whose size is no power of two, runs of the largest power of two
-            that divides it are mixed.
+        rotate: Of gradients: mix the elements of each block by a Hadamard matrix before they
+            are coded. A few large ones then leave the others more of the codes, and zeros do
+            not stay zeros. Of a block whose size is no power of two, runs of the largest power
+            of two that divides it are mixed.
 
     Returns:
         A format for `zf.precision(gather=, reduce=)`.
@@ -166,15 +155,15 @@ def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> W
     Raises:
         LayoutError: A block has too few elements, or too many.
     """
-    return Wire("int8", block, is_symmetric=symmetric, rotates=rotate)
+    return Wire("int8", block, rotates=rotate)
 
 
-def int4(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> Wire:
+def int4(*, block: int = 256, rotate: bool = False) -> Wire:
     """Half a byte an element, and a scale for each block: 0.26 of the bytes of bfloat16.
 
-    Arguments: see `int8`; codes are -7 to 7, or 0 to 15.
+    Arguments: see `int8`; codes are -7 to 7.
     """
-    return Wire("int4", block, is_symmetric=symmetric, rotates=rotate)
+    return Wire("int4", block, rotates=rotate)
 
 
 def float8(*, block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Wire:
@@ -184,7 +173,7 @@ def float8(*, block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Wir
     Args:
         block: See `int8`.
         dtype: torch.float8_e4m3fn (three bits of mantissa)
-            or torch.float8_e5m2 (two, and a larger range).
+            or, of gradients, torch.float8_e5m2 (two, and a larger range).
 
     Raises:
         LayoutError: Another dtype, or a block of too few or too many elements.
@@ -196,7 +185,7 @@ def float8(*, block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Wir
     return Wire("float8_e4m3fn" if dtype == torch.float8_e4m3fn else "float8_e5m2", block)
 
 
-def delta4(*, block: int = 256, rotate: bool = False) -> Wire:
+def delta4(*, block: int = 256) -> Wire:
     """Of parameters the change since they travelled last,
     in half a byte an element and a scale for each block.
 
@@ -207,4 +196,4 @@ def delta4(*, block: int = 256, rotate: bool = False) -> Wire:
 
     Source: SDP4Bit, Jia et al. 2024 (arXiv:2410.15526).
     """
-    return Wire("int4", block, rotates=rotate, is_difference=True)
+    return Wire("int4", block, is_difference=True)

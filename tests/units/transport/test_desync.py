@@ -86,12 +86,13 @@ def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(fresh_ranks, stage
         assert "left out optimizer.step()" in report.text
 
 
-def test_guard_holds_inside_its_block_only():
+def test_a_deadline_holds_from_now_on_or_inside_a_block():
     with zf.guard(deadline_s=7):
         assert deadline() == 7
-        with zf.guard():
-            assert deadline() == 7
     assert deadline() == 300
+    zf.guard(deadline_s=8)
+    assert deadline() == 8
+    zf.guard(deadline_s=300)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
@@ -106,15 +107,4 @@ def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
     assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5
 
 
-def test_a_process_that_asks_for_comparisons_is_told_that_they_are_gone(monkeypatch):
-    monkeypatch.setenv("ZERO_FN_COMPARE", "1")
-    with pytest.raises(zf.LayoutError, match="ZERO_FN_COMPARE is gone"):
-        runpy.run_path(waiting.__file__)
-
-
-test_refusals = refusals(
-    {
-        "guard_of_no_time": lambda: zf.guard(deadline_s=0).__enter__(),
-        "guard_that_compares": lambda: zf.guard(compare=True).__enter__(),
-    }
-)
+test_refusals = refusals({"deadline_of_no_time": lambda: zf.guard(deadline_s=0)})

@@ -201,18 +201,16 @@ def test_waiting_tells_late_from_lost(text, is_late):
 
 def _says_at_the_transform():
     with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
-        with pytest.warns(UserWarning, match="The deadline of guard does not act on this accelerator") as said:
+        with pytest.warns(UserWarning, match="The deadline does not act on this accelerator") as said:
             Line(Failing(), mesh_axis(mesh, verb="test"))
         assert said[0].filename == __file__
         assert "'dp' (2) of cuda, backend fake" in str(said[0].message)
         assert "timeout=timedelta" in str(said[0].message)
 
 
-def _says_at_guard():
+def _says_at_the_deadline():
     with pretended(2, device_type="cuda") as mesh:
         transport = Line(Failing(), mesh_axis(mesh, verb="test"))
-        with zf.guard():
-            pass
         with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.guard(deadline_s=60):
             del transport
         assert len(said) == 1
@@ -220,7 +218,7 @@ def _says_at_guard():
             pass
 
 
-@pytest.mark.parametrize("says", [_says_at_the_transform, _says_at_guard])
+@pytest.mark.parametrize("says", [_says_at_the_transform, _says_at_the_deadline])
 def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(says, monkeypatch):
     """Its backend takes no timeout."""
     monkeypatch.setattr("zero_fn.errors._said", set())
@@ -232,7 +230,7 @@ def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(says, monkeyp
 
 
 def _timeouts():
-    """Of a group of an accelerator, before, inside and after guards; the last two in one of an axis that comes later."""
+    """Of a group of an accelerator, before, inside and after blocks; the last two in one of an axis that comes later."""
     world = dist.group.WORLD
     backend = world._get_backend(torch.device("cpu"))
     found = []
@@ -246,8 +244,7 @@ def _timeouts():
         note()
         with zf.guard(deadline_s=7):
             note()
-        with zf.guard():
-            note()
+        note()
     note()
     with zf.guard(deadline_s=9):
         note()

@@ -48,7 +48,8 @@ test_refusals = refusals(
         "precision_seed_of_kahan": lambda: zf.precision(Headed().bfloat16(), round="kahan", seed=3),
         "format_of_small_blocks": lambda: zf.int8(block=8),
         "format_of_other_floats": lambda: zf.float8(dtype=torch.float16),
-        "format_that_is_none": lambda: zf.Wire("float8_e5m2", is_symmetric=False),
+        "format_of_gradients": lambda: zf.precision(Headed(), gather=zf.int4(rotate=True)),
+        "format_that_is_none": lambda: zf.Wire("float8_e5m2", rotates=True),
         "tier_of_no_size": lambda: zf.nvme(".", limit="much"),
         "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),
     }
