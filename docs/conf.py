@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -72,11 +73,16 @@ def extract_pictures(folder: Path) -> None:
 
 
 def names_page() -> str:
-    """Every public name with its docstring: functions, then classes, then errors."""
+    """Every public name with its docstring: functions, then classes; then those of the namespaces."""
     parts = ["# Public names, with their docstrings\n"]
     values = {name: getattr(zero_fn, name) for name in zero_fn.__all__}
-    order = {name: (inspect.isclass(value), name.endswith("Error")) for name, value in values.items()}
+    for space in (name for name in dir(zero_fn) if isinstance(getattr(zero_fn, name), ModuleType)):
+        module = getattr(zero_fn, space)
+        values |= {f"{space}.{name}": getattr(module, name) for name in module.__all__ if name not in values}
+    order = {name: ("." in name, inspect.isclass(value)) for name, value in values.items()}
     for name, value in sorted(values.items(), key=lambda item: order[item[0]]):
+        if not callable(value):
+            continue
         kind = "autofunction" if inspect.isfunction(value) else "autoclass"
         options = "" if inspect.isfunction(value) else "   :members:\n"
         parts.append(f"## {name}\n\n```{{eval-rst}}\n.. {kind}:: zero_fn.{name}\n{options}```\n")

@@ -21,7 +21,7 @@ import zero_fn as zf
 from property_tests.programs import OPTIMIZERS
 from property_tests.rules import Accumulate, Backward, Evaluate, Fail, OnRank, Step, ZeroGrad
 from tests.simulation import axis
-from tests.support.eviction import evicted
+from tests.support.offloaded import offloaded
 from tests.support.models import Language
 from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
@@ -378,9 +378,10 @@ def add_a_group(training, _):
 
 
 @action
-def evict(training, _):
+def offload_and_reload(training, _):
     if training.path is not None:
-        evicted(training.model, training.optimizer).restore()
+        offloaded(training.model, training.optimizer)
+        zf.reload_states(training.model)
 
 
 def trained(placed, program, path):
@@ -417,8 +418,8 @@ places = st.builds(
     ),
 )
 _BACKWARDS = ["backward"] * 3 + [name for name in ACTIONS if name.startswith("backward_")] + ["assign_gradients"]
-_OF_GRADIENTS = ["drop_gradients"] * 4 + ["scale_gradients", "clip", "clip_values", "read_gradients", "evict", "edit"]
-_BETWEEN = [*sorted({*ACTIONS} - {*_BACKWARDS, *_OF_GRADIENTS, "step", "zero_grad"}), "evict", "edit"]
+_OF_GRADIENTS = ["drop_gradients"] * 4 + ["scale_gradients", "clip", "clip_values", "read_gradients", "offload_and_reload", "edit"]
+_BETWEEN = [*sorted({*ACTIONS} - {*_BACKWARDS, *_OF_GRADIENTS, "step", "zero_grad"}), "offload_and_reload", "edit"]
 
 
 def some_of(names, least, most):

@@ -42,7 +42,7 @@ def measured(programs):
                 optimizer.step()
         plan = zf.plan(model, optimizer_nbytes_per_element=8, backwards=backwards)
         are_single = all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
-        found.append((zf.held(model, optimizer), plan, sent.nbytes, are_single))
+        found.append((zf.memory(model, optimizer), plan, sent.nbytes, are_single))
         optimizer.step()
     return found
 
@@ -173,7 +173,7 @@ def planned_and_made(case, path):
         model = transforms[number](model)
     try:
         planned = zf.plan(model, OPTIMIZERS[case.optimizer](list(model.parameters())))
-    except zf.TierError as error:  # parameters in a tier, and no tier for the states
+    except zf.errors.TierError as error:  # parameters in a tier, and no tier for the states
         return error.summary
     model = zf.materialize(model, "cpu")
     optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
@@ -184,7 +184,7 @@ def planned_and_made(case, path):
         optimizer.zero_grad()
         model(torch.ones(2, 12)).float().square().mean().backward()
         optimizer.step()
-    return planned, made, zf.held(model, optimizer), zf.plan(model, optimizer)
+    return planned, made, zf.memory(model, optimizer), zf.plan(model, optimizer)
 
 
 @examples(dev=25, ci=300, deep=5_000)

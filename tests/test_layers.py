@@ -1,11 +1,11 @@
 """Imports point down the layers, one package alone moves bytes between ranks, and none draws from generators of the user.
 
     7 others        integrations
-    6 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover
-    5 verbs         transforms, streamed, owners, extras
+    6 surface       inspect, planning, profiling, monitor, launch, local, deepspeed, checkpoint, weights, wire, distributed
+    5 verbs         transforms, streamed, owners, average
     4 execution     runtime, dtensor, advice
     3 tiers         tiers: tensors that rest in them
-    2 bytes         transport, one_host, storage, kernels, resting
+    2 bytes         transport, one_host, storage, kernels
     1 values        values: meshes, homes, tiers, layouts, units, schedules
     0 words         errors
 
@@ -23,20 +23,22 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 LAYERS = (
     ("errors",),
     ("values",),
-    ("transport", "one_host", "storage", "kernels", "resting"),
+    ("transport", "one_host", "storage", "kernels"),
     ("tiers",),
     ("runtime", "dtensor", "advice"),
-    ("transforms", "streamed", "owners", "extras"),
+    ("transforms", "streamed", "owners", "average"),
     (
-        "recipes",
-        "looking",
+        "inspect",
+        "planning",
         "profiling",
         "monitor",
         "launch",
         "local",
         "deepspeed",
         "checkpoint",
-        "handover",
+        "weights",
+        "wire",
+        "distributed",
     ),
     ("integrations", "__main__"),
 )

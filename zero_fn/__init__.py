@@ -2,148 +2,91 @@
 
 model = zf.shard_params(model, mesh["dp"])  # ZeRO-3; transforms return new modules, and compose
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # built last: its states are shards, too
+
+checkpoint     memory copies of a run; what `save` and `checkpoints` return
+deepspeed      the setup of a DeepSpeed config, and its engine's methods as functions
+distributed    ranks: deadlines, preemption, the speed of links
+errors         all errors; `ZeroError` is their base
+inspect        what `plan`, `describe` and `memory` return
+planning       which stage and tiers fit a budget
+transforms     less common transforms
+wire           formats in which parameters and gradients travel
 """
 
+from zero_fn import checkpoint as checkpoint
+from zero_fn import deepspeed as deepspeed
+from zero_fn import distributed as distributed
+from zero_fn import errors as errors
+from zero_fn import inspect as inspect
+from zero_fn import planning as planning
+from zero_fn import transforms as transforms
+from zero_fn import wire as wire
+from zero_fn.average import ema
 from zero_fn.checkpoint import (
-    Checkpoint,
-    Mirror,
-    Saving,
     checkpoints,
     load,
     load_pretrained,
-    mirror,
     resume,
     save,
     save_pretrained,
 )
-from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
-from zero_fn.errors import (
-    CheckpointError,
-    ConfigError,
-    DisagreementError,
-    LayoutError,
-    LostRankError,
-    MeshError,
-    PlacementError,
-    ShardedAccessError,
-    StaleError,
-    StateError,
-    StorageError,
-    TierError,
-    UnitError,
-    ZeroError,
-)
-from zero_fn.extras.average import Average, ema
-from zero_fn.extras.tile import tile, untiled
-from zero_fn.handover import Weights, WeightsVersion, apply_weights, weights
+from zero_fn.deepspeed import from_deepspeed
+from zero_fn.errors import ZeroError
+from zero_fn.inspect import check, describe, memory, plan
 from zero_fn.launch import launch
-from zero_fn.local.from_environment import StartedRank, from_environment
-from zero_fn.local.gloo import give_groups_one_thread
-from zero_fn.local.preemption import Preemption, preemption
-from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
-from zero_fn.looking.check import check, is_transformed
-from zero_fn.looking.describe import Description, describe
-from zero_fn.looking.held import Held, held
-from zero_fn.monitor.metrics import Metrics, metrics
-from zero_fn.owners import ByOwner, by_owner
-from zero_fn.profiling import Profile, profile
-from zero_fn.recipes import hybrid, zero1, zero2, zero3
-from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
+from zero_fn.local.from_environment import from_environment
+from zero_fn.local.gloo import give_groups_one_thread as _give_groups_one_thread
+from zero_fn.monitor.metrics import metrics
+from zero_fn.owners import by_owner
+from zero_fn.profiling import profile
+from zero_fn.streamed import states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
-from zero_fn.transforms.evict import Evicted, evict
-from zero_fn.transforms.flatten_subclasses import flatten_subclasses
-from zero_fn.transforms.gather_in import gather_in
+from zero_fn.transforms.forward_methods import register_forward_method
+from zero_fn.transforms.hybrid import hybrid
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.offload import offload
+from zero_fn.transforms.offloaded_states import offload_states, reload_states
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.transforms.unsharded import refresh, unsharded
-from zero_fn.transport.traffic import Sent, traffic
-from zero_fn.transport.waiting import guard
+from zero_fn.transforms.tile import tile
+from zero_fn.transforms.unsharded import unsharded
+from zero_fn.transport.traffic import traffic
 from zero_fn.values.tiers import cpu, nvme
 from zero_fn.values.units import by_size
-from zero_fn.values.wire import Wire, delta4, float8, int4, int8
+from zero_fn.weights import apply_weights, weights
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
-    "Average",
-    "ByOwner",
-    "Checkpoint",
-    "CheckpointError",
-    "ConfigError",
-    "DeepSpeedSetup",
-    "Description",
-    "DisagreementError",
-    "Evicted",
-    "Held",
-    "LayoutError",
-    "LinkSpeeds",
-    "LostRankError",
-    "MeshError",
-    "Metrics",
-    "Mirror",
-    "PlacementError",
-    "Plan",
-    "Preemption",
-    "Profile",
-    "Proposal",
-    "Proposals",
-    "Saving",
-    "Sent",
-    "ShardedAccessError",
-    "StaleError",
-    "StartedRank",
-    "StateError",
-    "States8bit",
-    "StorageError",
-    "Streamed",
-    "TierError",
-    "UnitError",
-    "Weights",
-    "WeightsVersion",
-    "Wire",
     "ZeroError",
     "accumulate",
     "apply_weights",
-    "autoplan",
     "by_owner",
     "by_size",
     "check",
     "checkpoint_activations",
     "checkpoints",
     "cpu",
-    "delta4",
     "describe",
     "ema",
-    "evict",
-    "flatten_subclasses",
-    "float8",
     "from_deepspeed",
     "from_environment",
-    "gather_in",
-    "give_groups_one_thread",
-    "guard",
-    "held",
     "hybrid",
-    "int4",
-    "int8",
-    "is_transformed",
     "launch",
     "load",
     "load_pretrained",
     "materialize",
-    "measure_links",
+    "memory",
     "metrics",
-    "mirror",
     "nvme",
     "offload",
+    "offload_states",
     "plan",
     "precision",
-    "preemption",
     "profile",
-    "refresh",
+    "register_forward_method",
+    "reload_states",
     "replicate",
     "resume",
     "save",
@@ -156,9 +99,25 @@ __all__ = [
     "tile",
     "traffic",
     "unsharded",
-    "untiled",
     "weights",
-    "zero1",
-    "zero2",
-    "zero3",
 ]
+
+_NAMESPACES = (
+    "checkpoint",
+    "deepspeed",
+    "distributed",
+    "errors",
+    "inspect",
+    "planning",
+    "transforms",
+    "wire",
+)
+
+
+def __dir__() -> list[str]:
+    """The public names, for `dir` and for completion."""
+    return sorted([*__all__, *_NAMESPACES, "__version__"])
+
+
+# Before a program makes its first group of gloo (`zero_fn/local/gloo.py` says why).
+_give_groups_one_thread()

@@ -100,7 +100,7 @@ class TierError(LayoutError):
 
 class StateError(ZeroError, RuntimeError):
     """A legal call at the wrong moment: before a transform, while the module runs,
-    or after it was donated or evicted."""
+    or after it was donated, or its states were offloaded."""
 
 
 class StaleError(StateError):

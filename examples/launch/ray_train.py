@@ -19,14 +19,17 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-import zero_fn as zf
+
+def import_zero_fn() -> None:
+    """From then on groups of gloo have one thread each."""
+    import zero_fn  # noqa: F401
 
 
 class Backend(TorchConfig().backend_cls):  # type: ignore[misc]  # Ray's, whose class is not public
-    """Ray's process group, of gloo with one thread: `run` would come too late, for the group is there by then."""
+    """Ray's process group, made after zero_fn was imported: `run` would come too late, for the group is there by then."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(zf.give_groups_one_thread)
+        worker_group.execute(import_zero_fn)
         super().on_start(worker_group, backend_config)
 
 

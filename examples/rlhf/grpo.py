@@ -43,25 +43,25 @@ def main() -> None:
     words.say_bytes("planned", {name: zf.plan(*pair) for name, pair in models.items()})
 
     def say_held(phase: str) -> None:
-        words.say_bytes(phase, {name: zf.held(*pair) for name, pair in models.items()})
+        words.say_bytes(phase, {name: zf.memory(*pair) for name, pair in models.items()})
 
     for step in range(options.steps):
         torch.manual_seed(step * here.ranks + here.rank)  # every rank draws other answers
         draws = torch.Generator().manual_seed(step * here.ranks + here.rank)
         asked = words.prompts(options.rows, draws).repeat_interleave(options.samples, 0).to(here.device)
 
-        away = zf.evict(reference, to=zf.cpu())
+        zf.offload_states(reference)
         tokens = words.generate(policy, asked)  # at stage 3 a rank that is done goes on until all are
         if step == 0:
             say_held("generating")
-        away.restore()
+        zf.reload_states(reference)
         mask, rewards = words.written(tokens), words.rule(tokens)
         groups = rewards.view(options.rows, options.samples)
         above = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         advantages = above.view(-1, 1)  # the same for all bytes of an answer
         with torch.no_grad():
             old, kept = words.log_probs(policy, tokens), words.log_probs(reference, tokens)
-        away = zf.evict(reference, to=zf.cpu())
+        zf.offload_states(reference)
 
         for epoch in range(options.epochs):
             new = words.log_probs(policy, tokens)
@@ -74,7 +74,7 @@ def main() -> None:
             if step == epoch == 0:
                 say_held("training")
             optimizer.zero_grad()
-        away.restore()
+        zf.reload_states(reference)
         reward, moved = (words.over_ranks(each).item() for each in (rewards.mean(), words.mean(distance, mask)))
         if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step}: reward {reward:.3f}, KL {moved:.3f}", flush=True)

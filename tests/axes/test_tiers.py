@@ -5,7 +5,7 @@ import torch
 
 import zero_fn as zf
 from tests.axes.grids import composed, differing, loss_of, snapshot
-from tests.support.eviction import evicted
+from tests.support.offloaded import offloaded
 from tests.support.on_ranks import on_ranks
 from tests.units.storage.disks import failing
 
@@ -32,7 +32,8 @@ def test_tiers_change_no_bit_on_two_axes(folder, composition, states):
             optimizer.step()
             optimizer.zero_grad()
             if is_away and step == 1:
-                evicted(model, optimizer).restore()
+                offloaded(model, optimizer)
+                zf.reload_states(model)
         given.append(snapshot(model))
     assert differing(*given) == []
 
@@ -52,7 +53,7 @@ def _failing(composition, path, moment):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             else:
                 optimizer.step()
-    except zf.StorageError as error:
+    except zf.errors.StorageError as error:
         return error.summary
     return "nothing"
 

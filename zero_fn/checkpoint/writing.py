@@ -38,7 +38,7 @@ from zero_fn.checkpoint.live.streamed_states import (
     states_in_chunks,
 )
 from zero_fn.checkpoint.rank_meeting import Agreement
-from zero_fn.extras.average import Average
+from zero_fn.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of

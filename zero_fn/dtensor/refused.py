@@ -64,7 +64,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError, ShardedAccessError
-from zero_fn.resting import cut_alike, detached, local_of, on_spec
+from zero_fn.values.dtensors import cut_alike, detached, local_of, on_spec
 from zero_fn.runtime.resting_edits import copy_handlers, note_edited
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of

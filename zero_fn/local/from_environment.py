@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.local import rank as inside
-from zero_fn.local.gloo import give_groups_one_thread, loopback
+from zero_fn.local.gloo import loopback
 from zero_fn.local.rendezvous import meet
 
 __all__ = ["StartedRank", "from_environment"]
@@ -56,8 +56,8 @@ class StartedRank:
         The group has gloo for CPU tensors and the backend of the device for others. Sets the device
         of this process, and torch's variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
         `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`), which other libraries read. Groups of
-        gloo get one thread each (`zf.give_groups_one_thread`), and the loopback interface if all
-        ranks are on this host and `GLOO_SOCKET_IFNAME` is not set.
+        gloo use the loopback interface if all ranks are on this host and `GLOO_SOCKET_IFNAME` is
+        not set.
 
         Communicates: the rendezvous, over TCP.
 
@@ -84,7 +84,6 @@ class StartedRank:
         )
         if self.local_ranks == self.ranks and (name := loopback()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        give_groups_one_thread()
         store = meet(self.address, self.port, self.rank, self.ranks, self.launcher, timeout_s)
         device = self.device.type
         backend = (

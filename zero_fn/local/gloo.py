@@ -30,11 +30,10 @@ __all__ = ["give_groups_one_thread", "loopback"]
 
 def give_groups_one_thread() -> None:
     """Gives every group of gloo that this process makes from now on one thread for its
-    collectives, in place of two.
+    collectives, in place of two. [Note: two threads and one name]
 
-    Call it before `init_process_group("gloo")` in processes of torchrun; those of `launch` need no
-    call. It works around a fault of torch 2.11 to 2.15, which ends a process about once in 300,000
-    all-gathers of DTensor. Communicates nothing.
+    `import zero_fn` calls it: a mesh makes the first group before the first transform. Ranks of
+    `launch` call it, too, because they meet before they import zero_fn.
     """
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)  # None in a torch without gloo
     if gloo is not None and not hasattr(gloo.__init__, "__wrapped__"):

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from zero_fn.errors import MeshError, StateError, TierError
-from zero_fn.looking.held import Held
+from zero_fn.inspect.memory import Held
 from zero_fn.looking.links import LinkSpeeds, of_all_ranks
 from zero_fn.looking.predict import Plan, plan
 from zero_fn.looking.table import table
@@ -291,8 +291,8 @@ def autoplan(
     """Predicts memory and step time of every stage, with more and more of the training
     state on a disk or on the host.
 
-        links = zf.measure_links(mesh["dp"], path="/local_nvme")
-        found = zf.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
+        links = zf.distributed.measure_links(mesh["dp"], path="/local_nvme")
+        found = zf.planning.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
         print(found)
         model = found.best.place(model, mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -347,7 +347,7 @@ def autoplan(
         raise MeshError(
             f"autoplan does not know how fast axis {axis} is.",
             measured=", ".join(map(repr, links.sent)) or "no axis",
-            fix=f'links = zf.measure_links(mesh["{axis.name}"]), over the axis that is planned',
+            fix=f'links = zf.distributed.measure_links(mesh["{axis.name}"]), over the axis that is planned',
         )
     tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
@@ -434,7 +434,7 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
             axis=axis,
             **({"tier": disks[0]} if disks else {}),
             missing=", ".join(missing),
-            fix=f'links = zf.measure_links(mesh["{axis.name}"]{path}), '
+            fix=f'links = zf.distributed.measure_links(mesh["{axis.name}"]{path}), '
             "on the machine that will train",
         )
     return [*hosts, *disks]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.owners import ByOwner
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.unit import Unit

@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.looking.held import Held, padding_nbytes
+from zero_fn.inspect.memory import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
 from zero_fn.runtime.bfloat16_step import kept_beside
@@ -99,7 +99,7 @@ class Plan:
             a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
             than they rest in.
         mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy
-            (`zf.mirror`). While one is made, the one before it is there, too. With several hosts as
+            (`zf.checkpoint.memory_copies`). While one is made, the one before it is there, too. With several hosts as
             many go to the next one for each copy, and as many come from another.
     """
 
@@ -185,7 +185,7 @@ def plan(
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the
             default) for Adam in float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
-        mirror: Whether copies are kept in shared memory (`zf.mirror`).
+        mirror: Whether copies are kept in shared memory (`zf.checkpoint.memory_copies`).
 
     Returns:
         A `Plan`. The schedule is the one that was recorded in a forward; before the first forward,
@@ -196,7 +196,7 @@ def plan(
     Raises:
         StateError: `module` was not transformed, or both an optimizer and its
             bytes per element were given.
-        LayoutError: Parameters would travel as differences (`zf.delta4`), and no rank keeps any.
+        LayoutError: Parameters would travel as differences (`zf.wire.delta4`), and no rank keeps any.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     units = units_of(module)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_fn.errors import StateError
-from zero_fn.looking.held import Held, held
+from zero_fn.inspect.memory import Held, held
 from zero_fn.looking.predict import Plan, plan
 from zero_fn.profiling.analysis import (
     Findings,

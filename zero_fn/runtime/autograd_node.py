@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import ShardedAccessError, StateError
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.call_context import is_transforming
 from zero_fn.runtime.gradient_hooks import defer_hooks
 from zero_fn.runtime.gradients import Reduction

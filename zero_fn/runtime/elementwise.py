@@ -49,7 +49,7 @@ from torch.optim import (
 )
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import cut_alike, local_of, on_spec
+from zero_fn.values.dtensors import cut_alike, local_of, on_spec
 from zero_fn.runtime.slot import slot_of
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import StorageError
-from zero_fn.resting import local_of, resting_parameter
+from zero_fn.values.dtensors import local_of, resting_parameter
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.tiers.compute_copies import ParameterRecord
@@ -42,8 +42,8 @@ class Memory:
         self.is_transient = False  # whether any gathered parameter is freed between uses
         # Gathered parameters stay from the forward to the end of the backward.
         self.reshards_after_backward = False
-        # `evict` has moved the parameters to another tier, so that they cannot be used.
-        self.is_evicted = False
+        # `offload_states` has moved the parameters to host memory, so that they cannot be used.
+        self.is_moved_out = False
         # Values were assigned to a parameter (`.data =`) in a forward:
         # the next gather follows them.
         self.is_moved = False
@@ -98,7 +98,7 @@ class Memory:
 
     def vacate(self) -> None:
         """Drops the memory of the parameters, whose values were moved elsewhere."""
-        self.is_evicted = True
+        self.is_moved_out = True
         is_in_tier = all(isinstance(slot.flat, TierTensor) for slot in self.slots)
         if not is_in_tier:
             for group in self.groups:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.resting import as_plain, local_of, resting_parameter, set_local
+from zero_fn.values.dtensors import as_plain, local_of, resting_parameter, set_local
 from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.replaced_parameters import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
@@ -23,13 +23,12 @@ def is_current(memory: Memory) -> bool:
 
 
 def require_in_memory(memory: Memory, unit: str) -> None:
-    """Raises where the parameters were evicted."""
-    if memory.is_evicted:
+    """Raises where `offload_states` has moved the parameters out."""
+    if memory.is_moved_out:
         raise StateError(
-            "The model is evicted: its parameters are not in memory.",
+            "The states of the model are offloaded: its parameters are not in memory.",
             unit=unit or "root",
-            fix="bring it back first: evicted = zf.evict(model, optimizer, "
-            "to=...); ...; evicted.restore()",
+            fix="zf.reload_states(model)",
         )
 
 

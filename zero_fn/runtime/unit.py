@@ -103,7 +103,7 @@ class Unit:
         # the twin finds its parameters at its first `follow_moved`.
         memo[id(self)] = twin = Unit(self.name, self.index, copy.deepcopy(self.run, memo))
         twin.hold([slot.twin(memo) for slot in self.slots])
-        twin.memory.is_evicted = self.memory.is_evicted
+        twin.memory.is_moved_out = self.memory.is_moved_out
         return twin
 
     # -- at rest -----------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Unit:
         `load_state_dict(assign=True)` moved elsewhere.
 
         Raises:
-            StateError: The parameters are evicted, or `functional_call` has put
+            StateError: The states of the model are offloaded, or `functional_call` has put
                 other tensors in their place.
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """

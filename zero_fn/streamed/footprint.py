@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, staging_form, whole_pages
 from zero_fn.storage.stored_files import StoredFiles

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
-from zero_fn.resting import rest_gradient
+from zero_fn.values.dtensors import rest_gradient
 from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.optimizers import take_over_states

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.bfloat16_step import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import Stored, whole_pages

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
-from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.values.dtensors import local_of, on_spec, spec_on
 from zero_fn.runtime.bfloat16_step import step_dtype_of
 from zero_fn.storage import InMemory, Store, staging_for
 from zero_fn.streamed.inner_optimizer import stand_in

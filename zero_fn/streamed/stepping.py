@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.runtime.holding import numbering_of

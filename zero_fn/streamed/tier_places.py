@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of

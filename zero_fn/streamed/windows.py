@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import NOTHING, InMemory, StagingBuffers
 from zero_fn.streamed.pieces import Chunk, ParameterPiece

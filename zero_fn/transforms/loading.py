@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import CheckpointError
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.optimizers import require_own_shard, sharded
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of

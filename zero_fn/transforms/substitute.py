@@ -22,7 +22,7 @@ from torch.jit import ScriptModule
 from zero_fn.advice import advise_at_first_step
 from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
-from zero_fn.resting import at_same_address, local_of, set_local, spanned
+from zero_fn.values.dtensors import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry_point import EntryPoint, Method, attach, detach
 from zero_fn.runtime.gradient_hooks import gradient_hooks, parameter_hooks

@@ -20,7 +20,7 @@ from tests.outside.integrations.worlds import (
     start,
     tokenizer,
 )
-from tests.support.eviction import evicted
+from tests.support.offloaded import offloaded
 from tests.support.profiles import by_night
 
 skip_without("trl", "datasets", extra="trl")
@@ -144,12 +144,12 @@ def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder, trainer):
     for kind in ("mixin", "before"):
         ours = _trainer(folder, trainer, kind, CASES[trainer])
         require_close(numbers(ours), wanted, 5e-5)
-        assert zf.is_transformed(ours.model)
+        assert zf.inspect.is_transformed(ours.model)
 
 
 @at_night
-def test_a_reference_model_is_placed_and_evicted_by_itself(folder):
-    """Evicted before, between and after two trainings."""
+def test_a_reference_model_is_placed_and_offloaded_by_itself(folder):
+    """Offloaded before, between and after two trainings."""
     _written(folder, "DPOTrainer")
     options = {"max_length": 16, "max_steps": 2}
 
@@ -158,12 +158,12 @@ def test_a_reference_model_is_placed_and_evicted_by_itself(folder):
 
     wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
     ours = place("zero3")(reference())
-    away = evicted(ours)
+    offloaded(ours)
     for _ in range(2):
-        assert zf.held(ours).parameters == 0
-        away.restore()
+        assert zf.memory(ours).parameters == 0
+        zf.reload_states(ours)
         require_close(numbers(_trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)), wanted, 5e-5)
-        away = evicted(ours)
+        offloaded(ours)
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
@@ -180,5 +180,5 @@ def test_a_reference_model_moves_towards_the_policy(folder, trainer):
         moved = dict(ours.ref_model.named_parameters())
         for name, parameter in theirs.ref_model.named_parameters():
             torch.testing.assert_close(moved[name].full_tensor(), parameter, atol=1e-5, rtol=1e-5)
-    with pytest.raises(zf.ConfigError, match="whole reference model"):
+    with pytest.raises(zf.errors.ConfigError, match="whole reference model"):
         _trainer(folder, trainer, "before", options)

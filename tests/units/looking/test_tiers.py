@@ -83,7 +83,7 @@ def test_a_step_moves_and_holds_what_was_planned(tmp_path, monkeypatch, states, 
 
     step()
     step()
-    planned, measured = zf.plan(model, optimizer), zf.held(model, optimizer)
+    planned, measured = zf.plan(model, optimizer), zf.memory(model, optimizer)
     assert dict(measured.tiers) == dict(planned.held.tiers)
     assert measured.optimizer == planned.held.optimizer
     assert slabs.now == slabs.peak == measured.buffers == planned.held.buffers

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import zero_fn as zf
-from tests.support.eviction import evicted
+from tests.support.offloaded import offloaded
 from tests.support.groups import alone
 from tests.support.messages import Headed, a_batch, refusals, refused
 
@@ -23,14 +23,14 @@ VERBS = {
     "describe": zf.describe,
     "materialize": lambda model: zf.materialize(model, "cpu"),
     "plan": zf.plan,
-    "refresh": zf.refresh,
+    "refresh": zf.transforms.refresh,
     "unsharded": lambda model: zf.unsharded(model).__enter__(),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_module_that_no_transform_returned_is_refused(verb):
-    with pytest.raises(zf.StateError, match=f"^{verb} was given a module that no transform returned"):
+    with pytest.raises(zf.errors.StateError, match=f"^{verb} was given a module that no transform returned"):
         VERBS[verb](nn.Linear(2, 2))
 
 
@@ -42,9 +42,9 @@ def test_a_model_in_use_is_not_changed(block):
             lambda: zf.shard_grads(model, mesh),
             lambda: zf.unsharded(model.layers[0]).__enter__(),
             lambda: zf.accumulate(model, unshard=True).__enter__(),
-            lambda: evicted(model),
+            lambda: offloaded(model),
         ):
-            with block(model), pytest.raises(zf.StateError, match="was called while the module is in use"):
+            with block(model), pytest.raises(zf.errors.StateError, match="was called while the module is in use"):
                 change()
 
 
@@ -58,7 +58,7 @@ def test_a_transformed_model_is_called_in_one_thread_at_a_time():
     def call():
         try:
             model(torch.ones(1, 2))
-        except zf.StateError as error:
+        except zf.errors.StateError as error:
             found.append(error)
 
     def meanwhile(*_):
@@ -78,9 +78,9 @@ def test_a_transformed_model_is_called_in_one_thread_at_a_time():
         raise error
 
 
-def _evict_what_is_unsharded(model):
+def _offload_what_is_unsharded(model):
     with zf.unsharded(model):
-        evicted(model)
+        offloaded(model)
 
 
 class Catching(nn.Module):
@@ -161,7 +161,7 @@ def _save_a_state_in_parts(two, folder):
 test_refusals = refusals(
     {
         "describe_of_a_plain_module": lambda: zf.describe(Headed()),
-        "evicted_inside_unsharded": _evict_what_is_unsharded,
+        "offloaded_inside_unsharded": _offload_what_is_unsharded,
         "forward_goes_on_after_an_interrupt": _go_on_after_an_interrupt,
         "parameter_is_pruned_after_the_transform": lambda model: prune.l1_unstructured(model.head, "weight", 0.5),
         "parametrization_with_an_inverse_in_a_forward": _parametrize_in_a_forward,
@@ -171,7 +171,7 @@ test_refusals = refusals(
         ),
         "parameter_was_replaced_by_nothing": lambda model: (
             model.head.register_parameter("bias", None),
-            zf.refresh(model),
+            zf.transforms.refresh(model),
         ),
         "parameter_is_late": lambda model: (
             setattr(model.layers[0], "adapter", nn.Linear(4, 2)),

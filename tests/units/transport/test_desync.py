@@ -87,24 +87,24 @@ def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(fresh_ranks, stage
 
 
 def test_a_deadline_holds_from_now_on_or_inside_a_block():
-    with zf.guard(deadline_s=7):
+    with zf.distributed.set_deadline(7):
         assert deadline() == 7
     assert deadline() == 300
-    zf.guard(deadline_s=8)
+    zf.distributed.set_deadline(8)
     assert deadline() == 8
-    zf.guard(deadline_s=300)
+    zf.distributed.set_deadline(300)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
 def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
-    with pytest.raises(zf.LayoutError), zf.guard(deadline_s=seconds):
+    with pytest.raises(zf.errors.LayoutError), zf.distributed.set_deadline(seconds):
         pass
     assert deadline() == 300
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", str(seconds))
-    with pytest.raises(zf.LayoutError, match="ZERO_FN_DEADLINE_S must be positive"):
+    with pytest.raises(zf.errors.LayoutError, match="ZERO_FN_DEADLINE_S must be positive"):
         runpy.run_path(waiting.__file__)
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", "2.5")
     assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5
 
 
-test_refusals = refusals({"deadline_of_no_time": lambda: zf.guard(deadline_s=0)})
+test_refusals = refusals({"deadline_of_no_time": lambda: zf.distributed.set_deadline(0)})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zero_fn.one_host.arena import Arena
 from zero_fn.one_host.group_memory import Shared
 from zero_fn.one_host.mailbox import Mailbox, are_mailboxes_available, box_nbytes
-from zero_fn.transport.waiting import OutOfStep, PeerLost, guard
+from zero_fn.transport.waiting import OutOfStep, PeerLost, set_deadline
 
 pytestmark = pytest.mark.skipif(not are_mailboxes_available(), reason="mailboxes need futexes and pidfds of Linux")
 
@@ -58,7 +58,7 @@ def test_more_headers_than_the_ring_holds_wait_until_the_peer_takes_one(boxes):
             boxes[rank].send(number, rank)
         got[rank] = [boxes[rank].take(number) for number in range(count)]
 
-    with guard(deadline_s=20):
+    with set_deadline(20):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
@@ -92,7 +92,7 @@ def test_a_dropped_message_is_skipped_whether_it_has_come_or_not(boxes):
 
 def test_a_peer_that_is_late_is_told_from_one_that_left(boxes):
     here, there = boxes
-    with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:
+    with set_deadline(0.1), pytest.raises(PeerLost) as late:
         there.take(0)
     here.send(5, 6)
     here.leave()
@@ -221,7 +221,7 @@ def test_the_end_of_a_forked_child_says_nothing_of_its_parent():
     in_child(lambda: held.pop("user"))
     in_child(held.clear)
     assert arenas[0].mapped.memory[1_000_000:2_000_000].all()
-    with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:
+    with set_deadline(0.1), pytest.raises(PeerLost) as late:
         there.take(0)
     assert late.value.is_late
     held.clear()

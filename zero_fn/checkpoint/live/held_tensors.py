@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
-from zero_fn.extras.average import Average
+from zero_fn.average import Average
 from zero_fn.owners import ByOwner
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.holding import holding_of, holding_of_state
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of

@@ -34,7 +34,7 @@ from zero_fn.checkpoint.live.streamed_states import (
 )
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
-from zero_fn.extras.average import Average
+from zero_fn.average import Average
 from zero_fn.owners import ByOwner, Dealt
 from zero_fn.runtime.bfloat16_step import COMPENSATION
 from zero_fn.runtime.registry import units_of

@@ -1,33 +1,23 @@
-"""Named compositions of transforms, for those who think in stages."""
+"""`hybrid`: shards over one mesh axis, replicates over another (HSDP)."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import MeshError
+from zero_fn.transforms.selection import Where
 from zero_fn.transforms.shard import replicate as replicate_over
-from zero_fn.transforms.shard import shard_grads, shard_optimizer, shard_params
+from zero_fn.transforms.shard import shard_params
+from zero_fn.values.home import Buffers
 from zero_fn.values.mesh import axes_text
+from zero_fn.values.units import Units
 
-__all__ = ["hybrid", "zero1", "zero2", "zero3"]
+__all__ = ["hybrid"]
 
 M = TypeVar("M", bound=nn.Module)
-
-
-zero1 = shard_optimizer
-"""ZeRO stage 1: shards optimizer states over one mesh axis,
-`model = zf.zero1(model, mesh["dp"])`."""
-
-zero2 = shard_grads
-"""ZeRO stage 2: shards optimizer states and gradients over one mesh axis,
-`model = zf.zero2(model, mesh["dp"])`."""
-
-zero3 = shard_params
-"""ZeRO stage 3: shards all training state over one mesh axis,
-`model = zf.zero3(model, mesh["dp"])`."""
 
 
 def hybrid(
@@ -36,8 +26,12 @@ def hybrid(
     *,
     shard: str = "inner",
     replicate: str = "outer",
+    units: Units = None,
+    where: Where = None,
+    persist_below: int = 0,
+    reshard_after: Literal["forward", "backward"] = "forward",
+    buffers: Buffers = None,
     donate: bool = False,
-    **options: Any,
 ) -> M:
     """Shards a module over one axis of a mesh and trains replicas of the
     shards over another (HSDP, MiCS).
@@ -59,8 +53,7 @@ def hybrid(
         mesh: A mesh with both axes.
         shard: Name of the axis to shard over.
         replicate: Name of the axis to replicate over.
-        donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
-        **options: Other options of `shard_params`.
+        units, where, persist_below, reshard_after, buffers, donate: As `shard_params` takes them.
 
     Returns:
         A new module with the type, the parameter names and the outputs of `module`,
@@ -82,5 +75,14 @@ def hybrid(
                 '"inner")), or name the axes: '
                 "shard=..., replicate=...",
             )
-    sharded = shard_params(module, mesh[shard], donate=donate, **options)
+    sharded = shard_params(
+        module,
+        mesh[shard],
+        units=units,
+        where=where,
+        persist_below=persist_below,
+        reshard_after=reshard_after,
+        buffers=buffers,
+        donate=donate,
+    )
     return replicate_over(sharded, mesh[replicate], donate=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.support.eviction import evicted
+from tests.support.offloaded import offloaded
 from tests.support.groups import alone
 from tests.support.messages import refusals, refused
 from tests.support.models import Language, Odd
@@ -19,32 +19,32 @@ from tests.support.worlds import ALL, differences, trained
 
 
 @on_ranks(2)
-def test_a_model_that_was_evicted_goes_on_to_the_bit():
+def test_a_model_whose_states_were_offloaded_goes_on_to_the_bit():
     """Between steps, and in the midst of one, with gradients that are added to after. Plain models: the laws."""
 
     def program(model, run, step):
         tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(step))
         for given in (tokens, tokens.flip(0)):
             if not run.world.is_replica:
-                away = evicted(model, run.optimizer)
-                assert zf.held(model, run.optimizer).total < 100  # states of one element stay
-                away.restore()
+                offloaded(model, run.optimizer)
+                assert zf.memory(model, run.optimizer).total < 100  # states of one element stay
+                zf.reload_states(model)
             run.backward(model(given).real.logsumexp(-1).mean())
 
     assert differences(trained(Odd, program, optimizer="adamw"), stages=ALL) == []
 
 
 @pytest.mark.parametrize("transform", [lambda m: m, zf.precision], ids=["plain", "precision"])
-def test_what_an_evicted_parameter_shows_is_not_taken_for_values(transform):
+def test_what_an_offloaded_parameter_shows_is_not_taken_for_values(transform):
     """Its norm was 0, and an edit was dropped."""
     model = transform(nn.Linear(4, 3))
     before = [p.detach().clone() for p in model.parameters()]
-    away = evicted(model)
+    offloaded(model)
     for parameter in model.parameters():
         assert parameter.isnan().all() and parameter.norm().isnan()
         with torch.no_grad(), pytest.raises(RuntimeError):
             parameter.mul_(2)
-    away.restore()
+    zf.reload_states(model)
     assert all(map(torch.equal, model.parameters(), before))
 
 
@@ -58,26 +58,26 @@ def test_as_much_is_freed_as_the_host_takes():
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.step()
     before = resident_nbytes()
-    away = evicted(model, optimizer)
-    assert "256.06 MiB evicted" in str(away)
+    away = offloaded(model, optimizer)
+    assert "256.06 MiB offloaded" in str(away)
     assert resident_nbytes() - before < 64 << 20
-    away.restore()
-    assert str(away) == "restored"
+    zf.reload_states(model)
+    assert str(away) == "reloaded"
     assert resident_nbytes() - before < 64 << 20
 
 
 def test_nothing_is_moved_where_the_tier_is_the_memory_of_the_model():
     model = Language()
     address = model.norm.weight.data_ptr()
-    away = zf.evict(model, to=zf.cpu())
+    away = zf.offload_states(model)
     assert "nothing was moved" in str(away)
-    with refused("evicted_model_runs"):
+    with refused("offloaded_model_runs"):
         model(torch.zeros(1, 3, dtype=torch.int64))
-    with refused("evicted_twice"):
-        zf.evict(model, to=zf.cpu())
-    away.restore()
-    with refused("restored_twice"):
-        away.restore()
+    with refused("offloaded_twice"):
+        zf.offload_states(model)
+    zf.reload_states(model)
+    with refused("reloaded_twice"):
+        zf.reload_states(model)
     assert model.norm.weight.data_ptr() == address
 
 
@@ -87,7 +87,7 @@ USES = {
     "step": lambda _, optimizer: optimizer.step(),
     "state_dict": lambda model, _: model.state_dict(),
     "optimizer.state_dict": lambda _, optimizer: optimizer.state_dict(),
-    "evict": lambda model, optimizer: zf.evict(model, optimizer, to=zf.cpu()),
+    "offload_states": lambda model, optimizer: zf.offload_states(model, optimizer),
     "unsharded": lambda model, _: zf.unsharded(model).__enter__(),
     "describe": lambda model, _: zf.describe(model),
 }
@@ -95,22 +95,22 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_an_evicted_model_cannot_be_used(use, is_plain):
+def test_an_offloaded_model_cannot_be_used(use, is_plain):
     if is_plain and use in ("unsharded", "describe"):
         return  # nothing of ours
     with alone() as mesh:
-        model = Language() if is_plain else zf.zero3(Language(), mesh)
+        model = Language() if is_plain else zf.shard_params(Language(), mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.zeros(2, 5, dtype=torch.int64)).logsumexp(-1).mean().backward()
         optimizer.step()
         seen = []
         model.get_submodule("blocks.0").register_forward_pre_hook(lambda *given: seen.append(given))
-        away = evicted(model, optimizer)
-        with pytest.raises(zf.StateError, match="evicted"):
+        offloaded(model, optimizer)
+        with pytest.raises(zf.errors.StateError, match="offloaded"):
             USES[use](model, optimizer)
         assert not seen, "a hook of the user would have read parameters"
-        away.restore()
-        if use not in ("evict", "unsharded"):
+        zf.reload_states(model)
+        if use not in ("offload_states", "unsharded"):
             USES[use](model, optimizer)
 
 
@@ -128,19 +128,19 @@ class Averaged(torch.optim.SGD):
             parameter.sub_(state["momentum"])
 
 
-def test_what_shares_memory_is_not_evicted():
+def test_what_shares_memory_is_not_offloaded():
     """It had come back apart: momentum was no longer what had been added up, silently."""
     model = nn.Linear(4, 4)
     optimizer = Averaged(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    with refused("evicted_states_share_memory"):
-        evicted(model, optimizer)
+    with refused("offloaded_states_share_memory"):
+        offloaded(model, optimizer)
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight.data = tied[0].weight.data
     before = [p.detach().clone() for p in tied.parameters()]
-    with pytest.raises(zf.PlacementError, match=r"0\.weight and 1\.weight share memory"):
-        evicted(tied)
+    with pytest.raises(zf.errors.PlacementError, match=r"0\.weight and 1\.weight share memory"):
+        offloaded(tied)
     assert all(map(torch.equal, tied.parameters(), before))
     optimizer.step()  # as before
 
@@ -149,22 +149,22 @@ def test_a_model_stays_where_it_is_when_memory_has_no_room():
     """That of the host, to leave; that of the device, to come back, which can be tried again."""
     model = nn.Linear(700, 700)
     before = model.weight.detach().clone()
-    with pytest.raises(zf.TierError, match="can be taken"):
-        evicted(model, to=zf.cpu(limit="1MiB"))
+    with pytest.raises(zf.errors.TierError, match="can be taken"):
+        offloaded(model, to=zf.cpu(limit="1MiB"))
     model(torch.ones(1, 700))
-    away = evicted(model)
+    offloaded(model)
     full = torch.OutOfMemoryError("the device is full")
     with patch("torch.empty_like", side_effect=full), pytest.raises(torch.OutOfMemoryError):
-        away.restore()
-    with pytest.raises(zf.StateError):
+        zf.reload_states(model)
+    with pytest.raises(zf.errors.StateError):
         model(torch.ones(1, 700))
-    away.restore()
+    zf.reload_states(model)
     assert torch.equal(model.weight, before)
 
 
 test_refusals = refusals(
     {
-        "evicted_to_a_disk": lambda: zf.evict(nn.Linear(4, 4), to=zf.nvme(".")),
-        "evicted_unit_runs": lambda model: (evicted(model), zf.describe(model)),
+        "offloaded_to_a_disk": lambda: zf.offload_states(nn.Linear(4, 4), to=zf.nvme(".")),
+        "offloaded_unit_runs": lambda model: (offloaded(model), zf.describe(model)),
     }
 )

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_fn.errors import LayoutError, StaleError, StateError
-from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.values.dtensors import local_of, on_spec, spec_on
 from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.uncompiled import uncompiled
@@ -56,7 +56,7 @@ def ema(model: nn.Module, decay: Decay = 0.999, *, tier: Tier | None = None) -> 
 
     Raises:
         LayoutError: `decay` is not in its range, or nothing requires gradients.
-        StateError: The model is running, accumulating, inside `unsharded`, evicted, or on meta.
+        StateError: The model is running, accumulating, inside `unsharded`, offloaded, or on meta.
         TierError: The tier has no room.
     """
     return Average(model, decay, tier)
@@ -229,7 +229,7 @@ class Average:
                 raise StaleError(
                     "The average is of other parameters than those that the model has now.",
                     first=name,
-                    why="it was transformed, replaced, moved, cast or evicted since zf.ema, "
+                    why="it was transformed, replaced, moved, cast or offloaded since zf.ema, "
                     "or is whole inside unsharded()",
                     fix="average = zf.ema(model) after the last transform or move; "
                     "its methods outside of such blocks",

@@ -11,15 +11,15 @@ from zero_fn.errors import LayoutError
 from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 
-__all__ = ["gather_in"]
+__all__ = ["register_forward_method"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def gather_in(module: M, *methods: str) -> M:
+def register_forward_method(module: M, *methods: str) -> M:
     """Lets methods other than `forward` read whole parameters, gathered as `forward` gathers them.
 
-        model = zf.gather_in(model, "encode", "decoder.generate")
+        model = zf.register_forward_method(model, "encode", "decoder.generate")
 
     Only a method that reads weights itself (`x @ self.weight`) needs this. One that calls modules,
     or `self(x)`, works as it is. An undeclared method meets this rank's shard, and torch raises
@@ -44,7 +44,7 @@ def gather_in(module: M, *methods: str) -> M:
     for name in methods:
         _require_method(module, name)
     request = Assignment(methods=tuple(name for name in methods if name != "forward"))
-    return substitute(module, request, verb="gather_in")
+    return substitute(module, request, verb="register_forward_method")
 
 
 def _require_method(module: nn.Module, name: str) -> None:
@@ -57,7 +57,7 @@ def _require_method(module: nn.Module, name: str) -> None:
         raise LayoutError(
             f"There is no method {name!r}.",
             module=type(module).__name__,
-            fix="name methods of its class, or of modules inside it: zf.gather_in(model, "
+            fix="name methods of its class, or of modules inside it: zf.register_forward_method(model, "
             "'encode', 'decoder.generate')",
         )
     if (

@@ -1,5 +1,5 @@
-"""A model and its optimizer leave the memory of the device for a while,
-and come back to the bit."""
+"""`offload_states`, `reload_states`: a model and its optimizer leave the memory of the device
+for a while, and come back to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
-from zero_fn.resting import at_same_address, local_of, on_spec, set_local
+from zero_fn.values.dtensors import at_same_address, local_of, on_spec, set_local
 from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import Slab
@@ -26,20 +26,23 @@ from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.strides import is_dense
-from zero_fn.values.tiers import Cpu, Tier, bytes_text
+from zero_fn.values.tiers import Cpu, Tier, bytes_text, cpu
 
-__all__ = ["Evicted", "evict"]
+__all__ = ["OffloadedStates", "offload_states", "reload_states"]
 
-_absent: WeakSet[nn.Module] = WeakSet()  # modules that are evicted now
+_ATTRIBUTE = "_zero_fn_offloaded_states"  # of the module that was given to `offload_states`
+_absent: WeakSet[nn.Module] = WeakSet()  # modules whose parameters are not in memory now
 
 
-def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -> Evicted:
+def offload_states(
+    module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier | None = None
+) -> OffloadedStates:
     """Moves parameters, gradients and optimizer states to host memory,
-    and frees theirs until they are restored.
+    and frees theirs until `reload_states`.
 
-        evicted = zf.evict(model, optimizer, to=zf.cpu())
+        zf.offload_states(model, optimizer)
         rollouts = generate()                   # another model has the memory
-        evicted.restore()
+        zf.reload_states(model)
 
     Everything comes back to the bit, to the same parameters and the same optimizer. Until then
     forwards, steps and state dicts raise, plain parameters show NaN, and gradients are None.
@@ -52,33 +55,62 @@ def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -
     Args:
         module: Any module, transformed or not.
         optimizer: The optimizer over its parameters, if there is one, or a sequence of them.
-        to: `zf.cpu()`. To a disk a model goes by `zf.save`.
+        to: `zf.cpu()`, with a limit or without. To a disk a model goes by `zf.save`.
 
     Returns:
-        An `Evicted`, whose `restore()` brings everything back.
+        What was moved; printed, it says how many bytes, and where they are.
 
     Raises:
         LayoutError: `to` is not host memory.
-        StateError: The module is running, accumulating, inside `unsharded`, or evicted already.
+        StateError: The module is running, accumulating, inside `unsharded`,
+            or its states are offloaded already.
         PlacementError: Two parameters, or states, share memory. Nothing was moved.
         TierError: Host memory is too small. Nothing was moved.
     """
-    if not isinstance(to, Cpu):
+    tier = cpu() if to is None else to
+    if not isinstance(tier, Cpu):
         raise LayoutError(
-            "evict moves to host memory only.",
+            "offload_states moves to host memory only.",
             to=to,
-            fix="zf.evict(model, optimizer, to=zf.cpu()); for a disk, zf.save(path, model, "
+            fix="zf.offload_states(model, optimizer); for a disk, zf.save(path, model, "
             "optimizer) before the model is deleted, and zf.load(path, model, optimizer) into "
             "a new one",
         )
     if any(part in _absent for part in module.modules()):
         raise StateError(
-            "The model is evicted already.",
+            "The states of the model are offloaded already.",
             module=type(module).__name__,
-            fix="evict it once, and bring it back with restore() of what evict() returned",
+            fix="offload_states once, and reload_states before the next",
         )
-    require_idle(units_of(module), "evict")
-    return Evicted(module, members_of(optimizer), to)
+    require_idle(units_of(module), "offload_states")
+    found = OffloadedStates(module, members_of(optimizer), tier)
+    module.__dict__[_ATTRIBUTE] = found
+    return found
+
+
+def reload_states(module: nn.Module) -> None:
+    """Moves everything that `offload_states` moved back to its device, and frees the host memory.
+
+    All ranks call it together.
+
+    Communicates a byte per rank, by which all ranks learn that one has failed.
+
+    Args:
+        module: The module that was given to `offload_states`.
+
+    Raises:
+        StateError: Its states are not offloaded.
+        StorageError: It failed on another rank. The states stay offloaded.
+    """
+    found = module.__dict__.get(_ATTRIBUTE)
+    if not isinstance(found, OffloadedStates):
+        raise StateError(
+            "The states of this model are not offloaded.",
+            module=type(module).__name__,
+            fix="reload_states takes the module that offload_states was given, once",
+        )
+    found.reload()
+    del module.__dict__[_ATTRIBUTE]
 
 
 @dataclass(slots=True)
@@ -96,11 +128,8 @@ class _Leaving:
         self.device = self.local.device
 
 
-class Evicted:
-    """A model and its optimizer that `evict` moved out of memory, until `restore()`.
-
-    Printed, it says where they are.
-    """
+class OffloadedStates:
+    """What `offload_states` moved out of memory. Printed, it says where it is."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], tier: Cpu) -> None:
         self._module = module
@@ -114,43 +143,29 @@ class Evicted:
         self._copies: list[Tensor] = []  # in host memory, one for each
         if self._held:
             self._copies = on_all_ranks(
-                meshes_of(module.parameters()), self._copied, "Evicting a model"
+                meshes_of(module.parameters()), self._copied, "Offloading states"
             )
             self._release()
         self._guard()
 
     def __str__(self) -> str:
         if not self._hooks:
-            return "restored"
+            return "reloaded"
         if not self._copies:
             return "in memory of the host, the device's own: nothing was moved"
-        return f"{bytes_text(sum(copy.numel() for copy in self._copies))} evicted, {self._tier}"
+        return f"{bytes_text(sum(copy.numel() for copy in self._copies))} offloaded, {self._tier}"
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Moves everything back to its device, and frees the host memory.
-
-        Call it once, on all ranks together.
-
-        Communicates a byte per rank, by which all ranks learn that one has failed.
-
-        Raises:
-            StateError: It was restored already.
-            StorageError: It failed on another rank. The model stays evicted.
-        """
-        if not self._hooks:
-            raise StateError(
-                "The model was restored already.",
-                fix="evicted = zf.evict(model, optimizer, to=...) again, and restore that",
-            )
+    def reload(self) -> None:
+        """Moves everything back to its device, and frees the host memory."""
         if self._held:
             tensors = on_all_ranks(
-                meshes_of(self._module.parameters()), self._brought, "Restoring a model"
+                meshes_of(self._module.parameters()), self._brought, "Reloading states"
             )
             for held, tensor in zip(self._held, tensors, strict=True):
                 held.put(tensor)
             for unit in self._units:
-                unit.memory.is_evicted = False
+                unit.memory.is_moved_out = False
                 unit.follow_moved()
         for hook in self._hooks:
             hook.remove()
@@ -172,7 +187,7 @@ class Evicted:
             )
         flats = [bytes_of(held.local) for held in self._held]
         *begins, total = aligned_offsets([flat.numel() for flat in flats], 1)
-        room = Slab(total, self._tier, "evicted tensors").memory
+        room = Slab(total, self._tier, "offloaded states").memory
         return [
             room[begin : begin + flat.numel()].copy_(flat)
             for begin, flat in zip(begins, flats, strict=True)
@@ -196,9 +211,9 @@ class Evicted:
     def _guard(self) -> None:
         def refuse(*_: object) -> None:
             raise StateError(
-                "The model is evicted: its parameters are not in memory.",
+                "The states of the model are offloaded: its parameters are not in memory.",
                 where=str(self),
-                fix="evicted.restore(), where evicted = zf.evict(model, optimizer, to=...)",
+                fix="zf.reload_states(model)",
             )
 
         hooked: list[Any] = [*self._module.modules(), *self._optimizers]

@@ -1,1 +1,0 @@
-"""What most models do without."""
