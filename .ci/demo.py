@@ -431,7 +431,7 @@ def draw_bytes(path: Path, options: Options, runs: Sequence[Run], plans: Sequenc
     """What each stage holds by formula, in pale bars, beside what was measured."""
     from matplotlib import pyplot as plt  # only the rank that writes needs it
 
-    bars = [(f"stage {stage}\nformula", plan.held, False) for stage, plan in enumerate(plans)]
+    bars = [(f"stage {stage}\nformula", plan.memory, False) for stage, plan in enumerate(plans)]
     for place, run in zip((options.stage + 1, 0), runs, strict=False):
         bars.insert(place, (f"{run.name}\nmeasured", run.held, True))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")

@@ -21,8 +21,8 @@ import zero_fn as zf
 from property_tests.programs import OPTIMIZERS
 from property_tests.rules import Accumulate, Backward, Evaluate, Fail, OnRank, Step, ZeroGrad
 from tests.simulation import axis
-from tests.support.offloaded import offloaded
 from tests.support.models import Language
+from tests.support.offloaded import offloaded
 from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
 from zero_fn.values.mesh import root_of
@@ -418,7 +418,14 @@ places = st.builds(
     ),
 )
 _BACKWARDS = ["backward"] * 3 + [name for name in ACTIONS if name.startswith("backward_")] + ["assign_gradients"]
-_OF_GRADIENTS = ["drop_gradients"] * 4 + ["scale_gradients", "clip", "clip_values", "read_gradients", "offload_and_reload", "edit"]
+_OF_GRADIENTS = ["drop_gradients"] * 4 + [
+    "scale_gradients",
+    "clip",
+    "clip_values",
+    "read_gradients",
+    "offload_and_reload",
+    "edit",
+]
 _BETWEEN = [*sorted({*ACTIONS} - {*_BACKWARDS, *_OF_GRADIENTS, "step", "zero_grad"}), "offload_and_reload", "edit"]
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import zero_fn as zf
 from tests.support.groups import pretended
+from tests.support.programs import STAGES
 
 CALLS_PER_UNIT = {"replicate": 472, "zero1": 363, "zero2": 346, "zero3": 427}
 """Most calls of a unit of six parameters in a forward and a backward, with those of torch itself. Lower it with each gain."""
@@ -49,7 +49,7 @@ def calls_per_unit(stage, unit=Unit):
     """Calls of functions in a training step, over the number of units, on one of two pretended ranks."""
     with pretended(2) as mesh:
         plain = nn.Sequential(*(unit() for _ in range(UNITS)))
-        model = getattr(zf, stage)(plain, mesh, units=unit)
+        model = STAGES[stage](plain, mesh, units=unit)
         x = torch.randn(2, 8)
         parameters = [*model.parameters()]  # outside: to list them is no part of a step
 

@@ -13,7 +13,8 @@ from zero_fn import errors
 _REFERENCE = (Path(__file__).parents[1] / "docs" / "reference" / "names.md").read_text(encoding="utf-8")
 _TOP, _NAMESPACES, _ERRORS = (table.split("\n\n")[0] for table in re.split(r"\|---\|---\|\n", _REFERENCE)[1:4])
 NAMESPACES = {
-    name: sorted(re.findall(r"`(\w+)`", text)) for name, text in re.findall(r"^\| `zf\.(\w+)` \| (.*) \|$", _NAMESPACES, re.M)
+    name: sorted(re.findall(r"`(\w+)`", text))
+    for name, text in re.findall(r"^\| `zf\.(\w+)` \| (.*) \|$", _NAMESPACES, re.M)
 }
 
 

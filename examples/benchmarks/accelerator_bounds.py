@@ -67,7 +67,9 @@ def bounds(device: torch.device, path: str | None, numel: int, most_seconds: flo
             ("registration", lambda: _registration(nbytes, 8)),
         ]
     if path is not None:
-        questions.append(("the disk", lambda: iter(str(zf.distributed.measure_links(path=path, nbytes=4 * numel)).splitlines())))
+        questions.append(
+            ("the disk", lambda: iter(str(zf.distributed.measure_links(path=path, nbytes=4 * numel)).splitlines()))
+        )
     for name, ask in questions:
         started = time.monotonic()
         try:

@@ -116,7 +116,10 @@ WAYS: dict[str, Callable[[GPT, DeviceMesh, Meter], Contestant]] = {
     "ddp": ddp,
     "gathered": gathered,
     "deepspeed2": deepspeed2,
-    **{name: owned(getattr(zf, name)) for name in ("replicate", "zero1", "zero2", "zero3")},
+    "replicate": owned(zf.replicate),
+    "zero1": owned(zf.shard_optimizer),
+    "zero2": owned(zf.shard_grads),
+    "zero3": owned(zf.shard_params),
 }
 
 

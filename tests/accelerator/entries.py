@@ -20,6 +20,7 @@ import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
 from tests.support.models import Stack
+from tests.support.programs import STAGES
 
 __all__ = ["PROGRAMS", "main"]
 
@@ -213,7 +214,7 @@ def compiled(mesh, folder):
         ("zero3", torch.bfloat16, True),
     ):
         models = [zf.precision(net(), compute=dtype) for _ in range(2)]
-        model = getattr(zf, stage)(models[0], mesh)
+        model = STAGES[stage](models[0], mesh)
         model = all_away(model, device.host()) if is_away else model
         for each in (model, models[1]):
             for block in each.blocks:

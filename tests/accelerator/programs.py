@@ -22,13 +22,13 @@ from torch.optim import SGD, AdamW
 import zero_fn as zf
 from tests.accelerator import device
 from zero_fn.kernels.threads import more_threads
-from zero_fn.values.dtensors import local_of
 from zero_fn.runtime import ending
 from zero_fn.runtime.registry import units_of
 from zero_fn.storage import Transfer
 from zero_fn.streamed import state_codes
 from zero_fn.tiers import side_stream, tier_tensor
 from zero_fn.transforms.offloaded_activations import Parking
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["PROGRAMS", "results"]

@@ -23,7 +23,7 @@ from zero_fn.values.mesh import mesh_axis
 
 __all__ = ["CASES"]
 
-STAGES = {stage: getattr(zf, stage) for stage in ("zero1", "zero2", "zero3")}
+STAGES = {"zero1": zf.shard_optimizer, "zero2": zf.shard_grads, "zero3": zf.shard_params}
 
 
 def share(rank):
@@ -34,7 +34,9 @@ def share(rank):
 def proposals(mesh, tiers):
     """What `autoplan` proposes (of sixteen proposals one) gives the same numbers, but for the sum of a norm over whole
     gradients, and the rank that holds more holds what it said."""
-    found = zf.planning.autoplan(net(), mesh, "1GiB", links=zf.distributed.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers)
+    found = zf.planning.autoplan(
+        net(), mesh, "1GiB", links=zf.distributed.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers
+    )
     assert {p.bound for p in found.all} <= {"collectives", "optimizer", "disk", "link"}
     assert len(found.all) == 40
     first = {}
@@ -43,7 +45,7 @@ def proposals(mesh, tiers):
         optimizer = adamw(model) if proposal.tier is None else zf.streamed(adamw(model))
         numbers = trained(model, optimizer, islice(share(mesh.get_local_rank()), 2)), values(model)
         assert device.same(numbers, first.setdefault(proposal.transform == "replicate", numbers)), proposal.away
-        held, said = zf.memory(model, optimizer), proposal.held
+        held, said = zf.memory(model, optimizer), proposal.memory
         pairs = [(held.optimizer, said.optimizer), (held.buffers, said.buffers), (held.on_host, proposal.host)]
         pairs += [(held.tiers.get(str(tier), 0), said.tiers.get(str(tier), 0)) for tier in tiers]
         assert all(own == most if mesh.get_local_rank() == 0 else own <= most for own, most in pairs), pairs

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zero_fn as zf
+from tests.support.programs import STAGES
 from tests.support.reference import mean_in_rank_order
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -233,5 +234,5 @@ def composed(composition):
     mesh = grid("dp", "tp")
     if composition == "tp":
         return zf.shard_params(parallelized(mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
-    model = getattr(zf, composition)(Decoder(), mesh["dp"])
+    model = STAGES[composition](Decoder(), mesh["dp"])
     return model, mesh["dp"].get_local_rank()

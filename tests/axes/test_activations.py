@@ -159,7 +159,9 @@ def test_places_on_the_disk_are_used_again(tmp_path):
 
 def _on_a_small_disk(path):
     limit = "4096B" if torch.distributed.get_rank() else None  # no room for the second input
-    model = zf.checkpoint_activations(zf.shard_params(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit))
+    model = zf.checkpoint_activations(
+        zf.shard_params(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit)
+    )
     model(torch.ones(4, 6)).backward()
 
 

@@ -153,7 +153,11 @@ def test_experts_send_nothing_along_their_axis(stage):
 def test_experts_that_travel_in_formats_are_summed_and_divided_as_others_are():
     """Their gradients hold the sum along their own axis already. Codes of eight bits are off by less than a hundredth."""
     example, found = _example(), []
-    for stage, formats in ((1, {}), (1, {"reduce": zf.wire.int8()}), (3, {"reduce": zf.wire.int8(), "gather": zf.wire.int8()})):
+    for stage, formats in (
+        (1, {}),
+        (1, {"reduce": zf.wire.int8()}),
+        (3, {"reduce": zf.wire.int8(), "gather": zf.wire.int8()}),
+    ):
         model = example.build(example.Options(stage=stage, dim=64), grid("dp", "ep"))
         model = zf.precision(model, compute=torch.float32, **formats)
         for _ in range(2):

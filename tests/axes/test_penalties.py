@@ -11,6 +11,7 @@ from tests.axes.grids import composed, loss_of
 from tests.support.models import Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import ALL, as_replicas, noise
@@ -89,7 +90,7 @@ ANCHORED = {
 def test_penalties_over_shards_are_those_of_whole_tensors(rows, stage):
     for name, penalty in ANCHORED.items():
         plain = nn.Linear(6, rows, bias=False)
-        weight = getattr(zf, stage)(plain, axis()).weight
+        weight = STAGES[stage](plain, axis()).weight
         anchor = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
         value, expected = penalty(weight, anchor), penalty(plain.weight, full(anchor))
         value.backward()

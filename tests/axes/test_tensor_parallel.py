@@ -34,8 +34,8 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import DAILY
-from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.registry import units_of
+from zero_fn.values.dtensors import local_of
 
 KINDS = ("columns", "sequence")
 _TOLERANCE = 1e-11  # of float64

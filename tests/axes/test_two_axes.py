@@ -56,7 +56,7 @@ def _wrong(case, model, expected):
     if dict(sent.by_axis) != planned.sent_by_axis:
         lines.append(f"{case}: sent {sent.by_axis}, planned {planned.sent_by_axis}")
     for state in ("parameters", "gradients", "optimizer"):
-        if getattr(held, state) != getattr(planned.held, state) + getattr(planned.padding, state):
+        if getattr(held, state) != getattr(planned.memory, state) + getattr(planned.padding, state):
             lines.append(f"{case}: holds {getattr(held, state)} B of {state}")
     return lines
 

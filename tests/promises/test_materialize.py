@@ -105,7 +105,10 @@ def _shared():
 @on_ranks(2)
 def test_materialize_names_what_nobody_wrote():
     with torch.device("meta"):
-        table, shared = zf.shard_params(nn.Sequential(nn.Linear(4, 4), Table()), axis()), zf.shard_params(_shared(), axis())
+        table, shared = (
+            zf.shard_params(nn.Sequential(nn.Linear(4, 4), Table()), axis()),
+            zf.shard_params(_shared(), axis()),
+        )
     with pytest.raises(zf.errors.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
         zf.materialize(table, "cpu")
     table[1].left_out.fill_(2)

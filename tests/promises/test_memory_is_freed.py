@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.support.offloaded import offloaded
 from tests.support.models import Language, Layer, Odd
+from tests.support.offloaded import offloaded
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import OPTIMIZERS, STAGES, loss_of
 from tests.support.ranks import axis
@@ -25,10 +25,10 @@ from tests.support.storages import Storages
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.one_host.arena import Arena
-from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.group import Buffer
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.storage import pool
+from zero_fn.values.dtensors import local_of
 
 # -- with the step, and with the model --------------------------------------------------------------------------------
 

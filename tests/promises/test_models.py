@@ -198,7 +198,9 @@ def test_parameters_of_subclasses_are_refused_by_name():
                 model = nn.ParameterDict({f"weight{number}": make() for number in range(count)})
                 before = list(model.parameters())
                 for verb in (partial(zf.shard_params, mesh=mesh), zf.precision, partial(zf.offload, optim=zf.cpu())):
-                    with pytest.raises(zf.errors.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
+                    with pytest.raises(
+                        zf.errors.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"
+                    ):
                         verb(model)
                 assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
         plain = nn.Linear(WIDTH, 4)

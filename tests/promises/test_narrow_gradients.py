@@ -16,10 +16,10 @@ from torch.optim import SGD, AdamW, RMSprop, Rprop
 
 import zero_fn as zf
 from tests.axes.grids import grid
-from tests.support.offloaded import offloaded
 from tests.support.groups import alone
 from tests.support.messages import refused
 from tests.support.models import Odd
+from tests.support.offloaded import offloaded
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis

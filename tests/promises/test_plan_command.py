@@ -170,9 +170,9 @@ def test_a_placement_needs_what_the_plan_of_all_layers_says(name, codes):
         whole = zf.plan(placed, wanted.optimizer(placed.parameters()), backwards=2)
     assert few["sent"] == whole.sent_nbytes and few["in_flight"] == whole.in_flight_nbytes
     assert few["parameters"] + few["gradients"] == sum(
-        (whole.held.parameters, whole.held.gradients, whole.padding.parameters, whole.padding.gradients)
+        (whole.memory.parameters, whole.memory.gradients, whole.padding.parameters, whole.padding.gradients)
     )
-    assert few["optimizer"] == pytest.approx(whole.held.optimizer, rel=0.01 if codes else 0)
+    assert few["optimizer"] == pytest.approx(whole.memory.optimizer, rel=0.01 if codes else 0)
     assert few["latency"] == pytest.approx(sum(links.latency[n] * count for n, count in whole.collectives.items()))
 
 

@@ -175,6 +175,8 @@ def test_masters_are_those_of_weights_widened_before(stage, order, folder):
 
 @on_ranks(2)
 def test_masters_are_made_where_it_is_asked():
-    model = zf.precision(zf.shard_params(_in_16_bits(), axis()), rest=torch.float32, where=lambda name, _: name[:4] != "norm")
+    model = zf.precision(
+        zf.shard_params(_in_16_bits(), axis()), rest=torch.float32, where=lambda name, _: name[:4] != "norm"
+    )
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"norm.weight", "norm.bias"}

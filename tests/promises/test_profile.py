@@ -17,6 +17,7 @@ import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from zero_fn.profiling import ranks as meeting
 from zero_fn.profiling.analysis import RankRecord, carried_of, wait_for_last
@@ -50,7 +51,7 @@ class Block(nn.Module):
 
 
 def built(stage="zero3", **offloaded):
-    model = getattr(zf, stage)(nn.Sequential(*(Block() for _ in range(5))), axis(), units=Block)
+    model = STAGES[stage](nn.Sequential(*(Block() for _ in range(5))), axis(), units=Block)
     if offloaded:
         model = zf.offload(model, **offloaded)
     optimizer = AdamW(model.parameters(), fused=True)

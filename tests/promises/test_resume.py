@@ -558,7 +558,9 @@ def _elsewhere(folder):
     """The statistics of rank 0, where they are asked for."""
     model = zf.shard_params(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
     before = model[1].running_mean.clone()
-    with pytest.raises(zf.errors.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"):
+    with pytest.raises(
+        zf.errors.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"
+    ):
         zf.load(folder, model)
     assert torch.equal(model[1].running_mean, before), "a refused load has changed something"
     model = zf.shard_params(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())

@@ -129,7 +129,10 @@ def _streamed(optimizer, _, **options):
 WORLDS = {
     **{stage: (lambda m, _, place=place: place(m, axis()), _streamed) for stage, place in STAGES.items()},
     "on disk": (_offloaded, _streamed),
-    "in pieces": (lambda m, _: zf.shard_optimizer(m, axis()), lambda o, folder: zf.streamed(o, zf.nvme(folder), buffer="12KiB")),
+    "in pieces": (
+        lambda m, _: zf.shard_optimizer(m, axis()),
+        lambda o, folder: zf.streamed(o, zf.nvme(folder), buffer="12KiB"),
+    ),
     "of no mesh": (lambda m, folder: zf.offload(m, params=zf.nvme(folder)), _streamed),
     "by owners": (lambda m, _: zf.shard_params(m, axis()), lambda o, _: zf.by_owner(o)),
     "by owners, on disk": (_offloaded, lambda o, _: zf.streamed(zf.by_owner(o))),

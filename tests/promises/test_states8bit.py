@@ -266,7 +266,11 @@ def test_bytes_are_those_of_the_plan(folder):
             model(noise(4, WIDTH, seed=0)).sum().backward()
             optimizer.step()
         held = zf.memory(model, optimizer)
-        assert (held.optimizer, held.buffers, held.tiers) == (plan.held.optimizer, plan.held.buffers, plan.held.tiers)
+        assert (held.optimizer, held.buffers, held.tiers) == (
+            plan.memory.optimizer,
+            plan.memory.buffers,
+            plan.memory.tiers,
+        )
         assert sent.nbytes == plan.sent_nbytes
         assert sent.calls["all-to-all"] == 2
 

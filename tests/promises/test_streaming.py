@@ -78,7 +78,7 @@ def reads_in_place(folder, name, resident):
     tiers = zf.memory(model).tiers
     assert list(tiers) == [f"files in {folder}"], "nothing was copied to the disk"
     planned = zf.plan(model)
-    assert dict(planned.held.tiers) == dict(tiers)
+    assert dict(planned.memory.tiers) == dict(tiers)
     assert {place: moved.read % sum(tiers.values()) for place, moved in planned.moved.items()} == dict.fromkeys(
         tiers, 0
     )

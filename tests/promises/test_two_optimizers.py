@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 import zero_fn as zf
 from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn import errors
@@ -27,7 +28,7 @@ Two = tuple[Optimizer, Optimizer]
 def made(stage="zero3", **tiers):
     """A tower, Muon for its matrices, and AdamW for its biases."""
     torch.manual_seed(0)
-    model = getattr(zf, stage)(Tower(), axis())
+    model = STAGES[stage](Tower(), axis())
     model = zf.offload(model, **tiers) if tiers else model
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
@@ -59,7 +60,7 @@ def test_what_is_planned_is_what_is_held_and_sent(tiers):
     alone = [zf.plan(model, each) for each in two]
     nothing = zf.plan(model, optimizer_nbytes_per_element=0)
     assert planned.sent_nbytes == sum(each.sent_nbytes for each in alone) - nothing.sent_nbytes
-    assert planned.held.optimizer == sum(each.held.optimizer for each in alone)
+    assert planned.memory.optimizer == sum(each.memory.optimizer for each in alone)
     for number in range(2):
         with zf.traffic() as sent:
             backward(model, number)
@@ -68,7 +69,7 @@ def test_what_is_planned_is_what_is_held_and_sent(tiers):
             held = zf.memory(model, two)
             model.zero_grad()
     assert planned.sent_nbytes == sum(sent.by_axis.values())
-    assert (planned.held.optimizer, planned.held.tiers) == (held.optimizer, held.tiers)
+    assert (planned.memory.optimizer, planned.memory.tiers) == (held.optimizer, held.tiers)
     lines = str(zf.describe(model, two)).splitlines()
     assert sum("ByOwner" in line or "Streamed" in line for line in lines) == (2 if tiers else 1)
 
@@ -211,7 +212,9 @@ def test_two_models_that_train_together_are_one_checkpoint_and_one_copy(folder):
 
     def parts():
         torch.manual_seed(0)
-        both = nn.ModuleDict({"actor": zf.shard_params(Tower(), axis()), "critic": zf.shard_grads(nn.Linear(WIDTH, 1), axis())})
+        both = nn.ModuleDict(
+            {"actor": zf.shard_params(Tower(), axis()), "critic": zf.shard_grads(nn.Linear(WIDTH, 1), axis())}
+        )
         actor, critic = both.values()
         return both, (torch.optim.AdamW(actor.parameters()), torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9))
 

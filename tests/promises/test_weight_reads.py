@@ -122,7 +122,9 @@ def test_a_weight_that_a_forward_reads_by_name_is_whole(world, ways):
 
 _PLACES = {
     "freed after backward": lambda model, _: zf.shard_params(model, axis(), units=_UNITS, reshard_after="backward"),
-    "two stages": lambda model, _: zf.shard_optimizer(zf.shard_params(model, axis(), where="head.*", units=_UNITS), axis()),
+    "two stages": lambda model, _: zf.shard_optimizer(
+        zf.shard_params(model, axis(), where="head.*", units=_UNITS), axis()
+    ),
     "host": lambda model, _: zf.offload(zf.shard_params(model, axis(), units=_UNITS), params=zf.cpu()),
     "disk": lambda model, path: zf.offload(zf.shard_params(model, axis(), units=_UNITS), params=zf.nvme(path)),
     "codes": lambda model, _: zf.precision(zf.shard_params(model, axis(), units=_UNITS), gather=zf.wire.int8()),

@@ -226,7 +226,7 @@ def test_all_mixtures_over_two_axes_have_the_same_bits_and_send_what_was_planned
             _step(model, optimizer, 3)
         plan = zf.plan(model, optimizer)
         assert dict(sent.by_axis) == dict(plan.sent_by_axis), mixture
-        assert zf.memory(model).parameters == plan.held.parameters + plan.padding.parameters, mixture
+        assert zf.memory(model).parameters == plan.memory.parameters + plan.padding.parameters, mixture
 
 
 class Wide(nn.Module):
@@ -247,7 +247,7 @@ def test_parts_on_a_model_axis_travel_alike_at_every_stage():
     for stage in ("zero1", "zero3"):
         torch.manual_seed(0)
         wide = parallelize_module(Wide(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        model = zf.precision(getattr(zf, stage)(wide, mesh["dp"]), **FORMATS["int8, int4"])
+        model = zf.precision(STAGES[stage](wide, mesh["dp"]), **FORMATS["int8, int4"])
         optimizer = SGD(model.parameters(), lr=0.1)
         for number in range(3):
             x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * number + mesh["dp"].get_local_rank()))
@@ -333,7 +333,9 @@ def test_records_are_in_flight_beside_what_they_are_made_of():
     with pretended(2) as mesh:
         found = []
         for wires in ({}, {"gather": zf.wire.int8()}, {"gather": zf.wire.int8(), "reduce": zf.wire.int4()}):
-            found.append(zf.plan(zf.precision(zf.shard_params(_matrices(), mesh, units=nn.Linear), **wires)).in_flight_nbytes)
+            found.append(
+                zf.plan(zf.precision(zf.shard_params(_matrices(), mesh, units=nn.Linear), **wires)).in_flight_nbytes
+            )
     unit = PSI // 4
     # Of two units at most, which are gathered, or whose gradients are whole: their records leave, and others come.
     assert found[1] - found[0] == 2 * unit * 260 // 256

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.values.dtensors import local_of
 from zero_fn.tiers.tier_tensor import TierTensor
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["offloaded"]

@@ -159,7 +159,8 @@ class Mirror:
         """
         if self._folder is None:
             raise StateError(
-                "The mirror is closed.", fix="another one: zf.checkpoint.memory_copies(folder, model, optimizer)"
+                "The mirror is closed.",
+                fix="another one: zf.checkpoint.memory_copies(folder, model, optimizer)",
             )
         self._steps += 1
         if self._steps < self.every:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import ConfigError
-from zero_fn.owners.assignment import Cost, cost_of
 from zero_fn.streamed.inner_optimizer import raw_step
 
 __all__ = ["Lamb", "Lion", "MuonWithAuxAdam", "groups_of_muon"]

@@ -220,13 +220,17 @@ class AcceleratorConfig:
         settings = self.settings
         if accelerator.sync_gradients and settings is not None:
             if not self.is_clipped and (settings.max_norm or settings.skips_overflow):
-                models = [model for model in accelerator._models if zf.inspect.is_transformed(model)]
+                models = [
+                    model for model in accelerator._models if zf.inspect.is_transformed(model)
+                ]
                 parameters = [parameter for model in models for parameter in model.parameters()]
                 accelerator.clip_grad_norm_(parameters, settings.max_norm or math.inf)
             self.is_clipped = False
             # Made before the step, which is counted, too.
             if settings.reporting is not None and self._reporter is None:
-                model = next(model for model in accelerator._models if zf.inspect.is_transformed(model))
+                model = next(
+                    model for model in accelerator._models if zf.inspect.is_transformed(model)
+                )
                 self._reporter = Reporter(
                     settings.reporting, model, optimizer.optimizer, self.steps
                 )

@@ -27,10 +27,10 @@ from zero_fn.deepspeed.placement import made_by
 from zero_fn.deepspeed.setup import agreed_settings
 from zero_fn.integrations.placing import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
-from zero_fn.values.dtensors import alone, on_spec
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.substitute import move_buffers, reserve
+from zero_fn.values.dtensors import alone, on_spec
 from zero_fn.values.units import subclass_of
 
 __all__ = ["placed"]

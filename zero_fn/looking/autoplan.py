@@ -129,18 +129,18 @@ class Proposal:
 
         If the device is the host, with buffers.
         """
-        return self.held.by_memory(self.device_type)[0] + self.in_flight
+        return self.memory.by_memory(self.device_type)[0] + self.in_flight
 
     @property
     def host(self) -> int:
         """Beside an accelerator, bytes of host memory."""
-        return self.held.by_memory(self.device_type)[1]
+        return self.memory.by_memory(self.device_type)[1]
 
     @property
     def disk(self) -> int:
         """Bytes on a disk."""
         return sum(
-            self.held.tiers.get(str(tier), 0)
+            self.memory.tiers.get(str(tier), 0)
             for tier in set(self._kinds.values())
             if isinstance(tier, Nvme)
         )
@@ -466,7 +466,7 @@ def predicted(
         _rest_in(chosen, units)
         planned = plan(placed, stock, backwards=backwards)
         without = plan(placed, backwards=backwards)
-        held, padding = planned.held, planned.padding
+        held, padding = planned.memory, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)

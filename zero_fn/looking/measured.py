@@ -66,7 +66,11 @@ def main(arguments: Sequence[str]) -> int:
         help="the mesh axis that zf.planning.autoplan is asked for (default: %(default)s)",
     )
     add("--json", action="store_true", help="print JSON, in bytes and bytes per second")
-    add("--out", metavar="FILE", help="write that JSON to a file, which zf.planning.LinkSpeeds.read reads")
+    add(
+        "--out",
+        metavar="FILE",
+        help="write that JSON to a file, which zf.planning.LinkSpeeds.read reads",
+    )
     options = parser.parse_args(arguments)
     if options.seconds < 1 or options.ranks < 1:
         parser.error("--seconds and --ranks are at least 1")

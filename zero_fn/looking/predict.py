@@ -121,13 +121,15 @@ class Plan:
 
         If the device is the host, buffers are included.
         """
-        return self.held.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
+        return (
+            self.memory.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
+        )
 
     @property
     def host_nbytes(self) -> int:
         """Beside an accelerator, bytes of host memory that training state takes:
         offloaded states, and buffers."""
-        return self.held.by_memory(self.device_type)[1]
+        return self.memory.by_memory(self.device_type)[1]
 
     def __str__(self) -> str:
         rows = [
@@ -138,9 +140,9 @@ class Plan:
             )
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
-        if self.held.buffers:
-            rows.append(("buffers", self.held.buffers, " of memory of the host"))
-        rows += [("  there", nbytes, f" in {tier}") for tier, nbytes in self.held.tiers.items()]
+        if self.memory.buffers:
+            rows.append(("buffers", self.memory.buffers, " of memory of the host"))
+        rows += [("  there", nbytes, f" in {tier}") for tier, nbytes in self.memory.tiers.items()]
         rows.append(("in flight", self.in_flight_nbytes, " at most, gathered and being reduced"))
         rows.append(("peak", self.peak_nbytes, " of memory at most, beside activations"))
         if self.host_nbytes:

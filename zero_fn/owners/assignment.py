@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.owners.routes import Route, route_of
-from zero_fn.values.dtensors import local_of
 from zero_fn.runtime.slot import mesh_of
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["Dealing", "Dealt", "batches", "cost_of"]
+
 
 def cost_of(parameter: Tensor) -> float:
     """What a step of a tensor costs: of a matrix, or a stack of them,

@@ -79,7 +79,8 @@ def flatten_subclasses(module: M) -> M:
         raise StateError(
             "flatten_subclasses comes before other transforms.",
             module=type(module).__name__,
-            fix="model = zf.transforms.flatten_subclasses(model), then zf.shard_params(model, mesh['dp'])",
+            fix="model = zf.transforms.flatten_subclasses(model), "
+            "then zf.shard_params(model, mesh['dp'])",
         )
     named = distinct_parameters(module, takes_subclasses=True)
     found = [each for each in named if subclass_of(each.parameter) is not None]

@@ -57,8 +57,8 @@ def _require_method(module: nn.Module, name: str) -> None:
         raise LayoutError(
             f"There is no method {name!r}.",
             module=type(module).__name__,
-            fix="name methods of its class, or of modules inside it: zf.register_forward_method(model, "
-            "'encode', 'decoder.generate')",
+            fix="name methods of its class, or of modules inside it: "
+            "zf.register_forward_method(model, 'encode', 'decoder.generate')",
         )
     if (
         inspect.isgeneratorfunction(method)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
-from zero_fn.values.dtensors import at_same_address, local_of, on_spec, set_local
 from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import Slab
@@ -24,6 +23,7 @@ from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.offloaded_activations import bytes_of
 from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.chained_optimizer import Optimizers, members_of
+from zero_fn.values.dtensors import at_same_address, local_of, on_spec, set_local
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.strides import is_dense
 from zero_fn.values.tiers import Cpu, Tier, bytes_text, cpu

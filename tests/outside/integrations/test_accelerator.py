@@ -313,7 +313,9 @@ def test_what_does_not_fit_is_refused(folder):
     accelerator.prepare(torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))
     with pytest.raises(zf.errors.StateError, match="steps several models"):
         accelerator.save_state(folder)
-    with pytest.raises(zf.errors.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'):
+    with pytest.raises(
+        zf.errors.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'
+    ):
         _accelerator(mixed_precision="fp16")
 
 

@@ -293,7 +293,9 @@ def test_what_is_read_into_shards_trains_as_a_plain_model(folder, tiers):
     assert numbers(trained(on_meta(folder), weights=folder)) == wanted
     assert numbers(trained(llama(seed=1, **options), weights=folder)) == wanted, "read over initial values, too"
     assert numbers(trained(model, weights=folder)) == wanted, "and over those that a placed model has by now"
-    with pytest.raises(zf.errors.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"):
+    with pytest.raises(
+        zf.errors.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"
+    ):
         numbers(trained(on_meta(folder)))
 
     dtypes = {"bf16.enabled": bf16, "fp16.enabled": False}

@@ -10,6 +10,7 @@ from torch.optim import AdamW
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import needs
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 
 
@@ -51,7 +52,7 @@ def as_kernels(events, rank):
 def test_overlap_is_that_of_holistic_trace_analysis(ranks, tmp_path, stage):
     from hta.trace_analysis import TraceAnalysis
 
-    profile, _ = ranks(2).run(profiled, str(tmp_path / "out"), getattr(zf, stage))
+    profile, _ = ranks(2).run(profiled, str(tmp_path / "out"), STAGES[stage])
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     files = {rank: str(tmp_path / f"{rank}.json") for rank in range(2)}
     for rank, path in files.items():

@@ -282,7 +282,11 @@ def test_a_write_in_the_background_that_fails_on_one_rank_is_told_on_all(folder)
     zf.save(path / "step-1", model)
     full = {"side_effect": OSError(errno.ENOSPC, "full")} if fails else {"wraps": os.fsync}
     for number in range(3):
-        told = pytest.raises(zf.errors.StorageError, match="ENOSPC") if fails else refused("checkpoint_failed_on_another_rank")
+        told = (
+            pytest.raises(zf.errors.StorageError, match="ENOSPC")
+            if fails
+            else refused("checkpoint_failed_on_another_rank")
+        )
         with patch.object(os, "fsync", **full):
             saving = zf.save(path / "step-2", model, background=True)
             asked = saving.wait, lambda: zf.save(path / "step-3", model), lambda: zf.load(path, model)

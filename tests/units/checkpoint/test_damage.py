@@ -621,5 +621,8 @@ def test_a_tensor_of_several_blocks_has_a_digest_for_each(ranks, tmp_path):
         assert torch.equal(found, model.weight)
     file = next((tmp_path / "step-1" / "model").iterdir())
     for at, block in ((-1, "1048576 to 1960000"), (-1_500_000, "0 to 1048576")):
-        with instead(file, flip(file, at)), pytest.raises(zf.errors.CheckpointError, match=f"bytes {block} of its part"):
+        with (
+            instead(file, flip(file, at)),
+            pytest.raises(zf.errors.CheckpointError, match=f"bytes {block} of its part"),
+        ):
             zf.load(tmp_path, model)

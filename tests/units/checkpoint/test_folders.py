@@ -213,7 +213,10 @@ def _alone(folder):
         while not told.exists():
             time.sleep(0.05)  # it never calls save, and ends once the other has been told
         return
-    with zf.distributed.set_deadline(1), pytest.raises(zf.errors.LostRankError, match="call save and load on every rank"):
+    with (
+        zf.distributed.set_deadline(1),
+        pytest.raises(zf.errors.LostRankError, match="call save and load on every rank"),
+    ):
         zf.save(folder / "step-1", nn.Linear(2, 2))
     told.touch()
 

@@ -203,7 +203,10 @@ class Arguments:
 
 def test_a_trainer_whose_ranks_all_have_batches_of_their_own_cuts_no_layers():
     config = PUBLIC["hiyouga/LLaMA-Factory/examples/deepspeed/ds_z2_autotp_config.json"]["config"]
-    with alone() as mesh, pytest.raises(zf.errors.ConfigError, match=r"tensor_parallel.autotp_size(.|\n)*zf.from_deepspeed"):
+    with (
+        alone() as mesh,
+        pytest.raises(zf.errors.ConfigError, match=r"tensor_parallel.autotp_size(.|\n)*zf.from_deepspeed"),
+    ):
         settings_for(config, Arguments, mesh["dp"], 100)
 
 

@@ -203,7 +203,10 @@ FORMATS = {  # of the trained matrix and the frozen one, and of gradients
     "weights": ({"zero_quantized_weights": True}, [zf.wire.int8(), zf.wire.int8(), None]),
     "gradients": ({"zero_quantized_gradients": True}, [None, None, zf.wire.int4()]),
     "frozen": ({"zero_quantized_nontrainable_weights": True}, [None, zf.wire.int8(), None]),
-    "both": ({"zero_quantized_weights": True, "zero_quantized_gradients": True}, [zf.wire.int8(), zf.wire.int8(), zf.wire.int4()]),
+    "both": (
+        {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+        [zf.wire.int8(), zf.wire.int8(), zf.wire.int4()],
+    ),
 }
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.units.kernels.drawn import any_floats, drawn, needs_kernels, same, spoiled, threads, without_kernels
 from tests.units.kernels.test_wire_codes import FORMATS
 from zero_fn.kernels import codes, stochastic_rounding, wire_codes
-from zero_fn.values.wire import Wire
 
 seeds = st.integers(0, 999)
 numels = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([1 << 15, 300_001]))

@@ -191,7 +191,7 @@ def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path, is_c
         model = zf.offload(zf.precision(linear, compute=computes) if is_cast else linear, params=tier)
         resting = 64 * 64 * rests.itemsize
         copies = 64 * 64 * computes.itemsize if is_smaller and is_cast else 0
-        assert zf.memory(model).tiers[str(tier)] == zf.plan(model).held.tiers[str(tier)] == resting + copies
+        assert zf.memory(model).tiers[str(tier)] == zf.plan(model).memory.tiers[str(tier)] == resting + copies
         x = torch.ones(64, dtype=rests)
         expected = nn.functional.linear(x.to(computes), linear.weight.to(computes)) if is_cast else linear(x)
         assert torch.equal(model(x).to(expected.dtype), expected)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import zero_fn as zf
-from tests.support.offloaded import offloaded
 from tests.support.groups import alone
 from tests.support.messages import Headed, a_batch, refusals, refused
+from tests.support.offloaded import offloaded
 
 VERBS = {
     "accumulate": lambda model: zf.accumulate(model).__enter__(),

@@ -17,6 +17,7 @@ from tests.simulation import axis as simulated_axis
 from tests.support.groups import alone, pretended
 from tests.support.messages import Headed, a_batch, refusals, refused
 from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.resident import in_new_process
 from tests.support.versions import IS_2_11
@@ -197,7 +198,7 @@ class Holder(nn.Module):
 
 def _resting(rows, composition):
     plain, anchor = _plain(rows)
-    weight = getattr(zf, composition)(Holder(plain), axis()).weight
+    weight = STAGES[composition](Holder(plain), axis()).weight
     return weight, distribute_tensor(anchor, weight.device_mesh, weight.placements)
 
 
@@ -336,7 +337,7 @@ def _project(model):
 def test_gradients_that_a_loop_edits_are_those_of_a_plain_model(composition, edit):
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
-    found = getattr(zf, composition)(plain, axis())
+    found = STAGES[composition](plain, axis())
     for model in (plain, found):
         torch.manual_seed(4)
         edit(model)

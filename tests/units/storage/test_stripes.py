@@ -114,7 +114,7 @@ def test_training_on_several_disks_changes_no_bit(disks):
             optimizer.zero_grad()
             model(torch.full((2, 700), 1.0 + step)).square().mean().backward()
             optimizer.step()
-        assert dict(zf.memory(model, optimizer).tiers) == dict(planned.held.tiers)
+        assert dict(zf.memory(model, optimizer).tiers) == dict(planned.memory.tiers)
         assert str(tier) in str(zf.describe(model, optimizer))
         return [p.detach().clone() for p in model.parameters()]
 

@@ -108,7 +108,9 @@ def _trained(model):
 WORLDS = {
     "alone": lambda model: model,
     **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},
-    "on the host": lambda model: zf.offload(zf.shard_params(model, axis()), params=zf.cpu(), where="*parametrizations*"),
+    "on the host": lambda model: zf.offload(
+        zf.shard_params(model, axis()), params=zf.cpu(), where="*parametrizations*"
+    ),
     "in 16 bits": lambda model: zf.precision(zf.shard_params(model, axis()), compute=torch.float32),
 }
 

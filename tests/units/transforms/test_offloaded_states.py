@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.support.offloaded import offloaded
 from tests.support.groups import alone
 from tests.support.messages import refusals, refused
 from tests.support.models import Language, Odd
+from tests.support.offloaded import offloaded
 from tests.support.on_ranks import on_ranks
 from tests.support.worlds import ALL, differences, trained
 

@@ -211,7 +211,10 @@ def _says_at_the_transform():
 def _says_at_the_deadline():
     with pretended(2, device_type="cuda") as mesh:
         transport = Line(Failing(), mesh_axis(mesh, verb="test"))
-        with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.distributed.set_deadline(60):
+        with (
+            pytest.warns(UserWarning, match="does not act on this accelerator") as said,
+            zf.distributed.set_deadline(60),
+        ):
             del transport
         assert len(said) == 1
         with zf.distributed.set_deadline(60):  # once
