@@ -2,10 +2,10 @@
 at which a unit is entered and left.
 
 The anchor of a unit has them, and so does every other module that holds a parameter of the unit:
-called alone it enters the unit itself, called while the unit runs it steps aside. So any module
-of a transformed model may be called directly, and whoever replaces `module.forward` replaces
-what runs inside. A method that was declared (`register_forward_method`) is a callable under its name, with the
-same entry point.
+called alone it enters the unit itself, called while the unit runs it steps aside. So any module of
+a transformed model may be called directly, and whoever replaces `module.forward` replaces what runs
+inside. A method that was declared (`register_forward_method`) is a callable under its name, with
+the same entry point.
 
 A call that an interrupt has ended is never left here. [Note: interrupted passes] (call.py)
 """

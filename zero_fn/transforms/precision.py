@@ -57,18 +57,19 @@ def precision(
         module: Any module, transformed or not, before or after other transforms.
         compute: Dtype of parameters and inputs in forward and backward.
         reduce: Dtype of gradient sums. Or the format in which gradients travel, for slow links:
-            `zf.wire.int4()`, `zf.wire.int8()`, `zf.wire.float8()`. Ranks send one another coded addends, and sum
-            them in float32 in the order of the ranks; over a second axis the sums are coded once
-            more. A block with NaN or infinity arrives as NaN.
-        gather: The format in which parameters travel: `zf.wire.int8()`, `zf.wire.int4()`, `zf.wire.float8()`, or
-            `zf.wire.delta4()` for the change since they travelled last. All ranks compute with what
-            travelled, the owner too, so the numbers are the same at every stage and for every
-            number of ranks. Whole parameters are then beside those at rest, at stages 0 to 2, too:
-            an element of `compute` more. Over two axes, of which the first shards parameters and
-            the second less, the part that stays inside a node is kept as it travelled. None: they
-            travel in `compute`. Parameters of one dim, those whose inner dims have fewer than 32
-            elements, and what is no float of at most 32 bits in `compute` travel as they are; so do
-            their gradients. `zf.unsharded`, `state_dict` and checkpoints give exact values.
+            `zf.wire.int4()`, `zf.wire.int8()`, `zf.wire.float8()`. Ranks send one another coded
+            addends, and sum them in float32 in the order of the ranks; over a second axis the sums
+            are coded once more. A block with NaN or infinity arrives as NaN.
+        gather: The format in which parameters travel: `zf.wire.int8()`, `zf.wire.int4()`,
+            `zf.wire.float8()`, or `zf.wire.delta4()` for the change since they travelled last. All
+            ranks compute with what travelled, the owner too, so the numbers are the same at every
+            stage and for every number of ranks. Whole parameters are then beside those at rest, at
+            stages 0 to 2, too: an element of `compute` more. Over two axes, of which the first
+            shards parameters and the second less, the part that stays inside a node is kept as it
+            travelled. None: they travel in `compute`. Parameters of one dim, those whose inner dims
+            have fewer than 32 elements, and what is no float of at most 32 bits in `compute` travel
+            as they are; so do their gradients. `zf.unsharded`, `state_dict` and checkpoints give
+            exact values.
         grads: Dtype in which reduced gradients rest, from backward to the step: torch.bfloat16
             makes 2 bytes of 4 for each element. Each sum is rounded once, when it is complete; the
             sums inside `accumulate` stay in `reduce`. Optimizers of torch.optim widen the gradients

@@ -43,8 +43,8 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
     no bit of a tiled model.
 
     Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias`. `load_state_dict`
-    also takes the names of the model before tiling, and `zf.transforms.untiled` gives whole tensors these
-    names again.
+    also takes the names of the model before tiling, and `zf.transforms.untiled` gives whole tensors
+    these names again.
 
     Communicates nothing itself. Later transforms send the same bytes in `parts` times as many
     collectives; where `checkpoint_activations` recomputes a module that holds tiles, each is
