@@ -168,7 +168,7 @@ def fit(run: Run, model: nn.Module, optimizer: Optimizer, job: Job, steps: int) 
             with torch.no_grad():
                 run.validation[step + 1] = job.mean(next_byte_loss(model, job.share(job.corpus.validation, 0)))
         bar.set_postfix_str(run.progress(options), refresh=step + 1 == steps)
-    run.held = zf.held(model, optimizer)
+    run.held = zf.memory(model, optimizer)
 
 
 def adamw(model: nn.Module, options: Options) -> Optimizer:
@@ -209,12 +209,12 @@ class Run:
     """What one training showed: losses by step, seconds of each step, bytes sent in the last one and held at the end."""
 
     name: str
-    formula: zf.Plan
+    formula: zf.inspect.Plan
     train: list[float] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     sent_nbytes: int = 0
-    held: zf.Held = field(default_factory=lambda: zf.Held(0, 0, 0))
+    held: zf.inspect.MemoryUse = field(default_factory=lambda: zf.inspect.MemoryUse(0, 0, 0))
 
     def tokens_per_second(self, options: Options) -> float:
         """Over all ranks, by the median step, so that a disturbed step does not count."""
@@ -326,7 +326,7 @@ STYLE: dict[Any, Any] = {
 
 
 def write_report(
-    options: Options, corpus: Corpus, runs: Sequence[Run], plans: Sequence[zf.Plan], sample: bytes
+    options: Options, corpus: Corpus, runs: Sequence[Run], plans: Sequence[zf.inspect.Plan], sample: bytes
 ) -> str | None:
     """Prints the sample and the table, and writes `loss.png` and `bytes.png`.
 
@@ -427,11 +427,11 @@ def draw_losses(path: Path, options: Options, corpus: Corpus, runs: Sequence[Run
     plt.close(figure)
 
 
-def draw_bytes(path: Path, options: Options, runs: Sequence[Run], plans: Sequence[zf.Plan]) -> None:
+def draw_bytes(path: Path, options: Options, runs: Sequence[Run], plans: Sequence[zf.inspect.Plan]) -> None:
     """What each stage holds by formula, in pale bars, beside what was measured."""
     from matplotlib import pyplot as plt  # only the rank that writes needs it
 
-    bars = [(f"stage {stage}\nformula", plan.held, False) for stage, plan in enumerate(plans)]
+    bars = [(f"stage {stage}\nformula", plan.memory, False) for stage, plan in enumerate(plans)]
     for place, run in zip((options.stage + 1, 0), runs, strict=False):
         bars.insert(place, (f"{run.name}\nmeasured", run.held, True))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -474,7 +474,6 @@ def main() -> None:
         print(f"demo: error: {error}", file=sys.stderr)
         sys.exit(2)
     if "RANK" in os.environ:
-        zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
         sys.exit(train(options, corpus))
     sys.exit(zf.launch(train, options.ranks, options, corpus, timeout_s=None)[0])
 

@@ -72,7 +72,6 @@ def sequences(options: Options, tokenizer: Any) -> list[dict[str, list[int]]]:
 
 
 def main() -> None:
-    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     parser = HfArgumentParser((Options, TrainingArguments))
     options, args = parser.parse_args_into_dataclasses()  # TrainingArguments start the process group of torchrun
     set_seed(args.seed)  # every rank draws the same adapters

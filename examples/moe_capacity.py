@@ -100,7 +100,6 @@ def main() -> None:
     for field in fields(Options):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
-    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     shape = (int(os.environ["WORLD_SIZE"]) // options.ep, options.ep)
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", shape, mesh_dim_names=("dp", "ep"))
     model = build(options, mesh)

@@ -49,7 +49,6 @@ def main() -> None:
     for field in fields(Options):
         parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
-    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))  # starts the process group, too

@@ -73,7 +73,6 @@ def main() -> None:
     for field in fields(Options):
         parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
-    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mesh = init_device_mesh(device, (options.islands, ranks // options.islands), mesh_dim_names=("islands", "dp"))
@@ -84,7 +83,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     shards = [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     outer: nn.Module = zf.shard_grads(Shards(shards), mesh["islands"])
-    outer = zf.precision(outer, compute=torch.float32, gather=zf.delta4(), reduce=zf.int4())
+    outer = zf.precision(outer, compute=torch.float32, gather=zf.wire.delta4(), reduce=zf.wire.int4())
     outer_optimizer = torch.optim.SGD(outer.parameters(), lr=options.outer_lr, momentum=0.9, nesterov=True)
     began = outer()  # from which values all islands set out
 

@@ -89,8 +89,8 @@ def main() -> None:
     said = zf.resume(options.save, model, optimizer, extra={"warmup": warmup}) if options.save else None
     losses: list[float] = said["losses"] if said else []  # of the newest state: in memory or on the disk
     extra = {"warmup": warmup, "losses": losses}
-    mirror = zf.mirror(options.save, model, optimizer) if options.elastic else None
-    preemption = zf.preemption(within_s=options.leave_within) if options.leave_within else None
+    mirror = zf.checkpoint.memory_copies(options.save, model, optimizer) if options.elastic else None
+    preemption = zf.distributed.preemption(within_s=options.leave_within) if options.leave_within else None
     metrics = zf.metrics(model, optimizer, sinks=options.log_to.split(), step=len(losses))
     for step in range(len(losses), options.steps):
         draws = torch.Generator().manual_seed(step)  # every rank draws the same batch, and takes some of its rows

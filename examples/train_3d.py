@@ -75,7 +75,6 @@ def main() -> None:
     for field in fields(Options):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
-    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (options.pp, int(os.environ["WORLD_SIZE"]) // (options.pp * options.tp), options.tp)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))  # starts the process group, too

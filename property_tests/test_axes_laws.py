@@ -14,9 +14,9 @@ import zero_fn as zf
 from property_tests.programs import Block, Leaf, Link, Node, Tree, World, batch, build
 from property_tests.strategies import chains, schedules, trees, worlds
 from tests.support.profiles import examples
-from zero_fn.resting import local_of
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.slot import slot_of
+from zero_fn.values.dtensors import local_of
 
 
 class Branches(Block):

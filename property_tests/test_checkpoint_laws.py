@@ -190,7 +190,7 @@ def interrupted(folder, tree, second):
     second.append(True)
     try:
         zf.save(f"{folder}/step-2", model, optimizer)
-    except zf.StorageError as error:
+    except zf.errors.StorageError as error:
         told = str(error)
     second.clear()
     wrong = differing(states[1], everything(model, optimizer))

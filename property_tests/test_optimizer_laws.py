@@ -22,10 +22,10 @@ from tests.promises.test_by_owner import OPTIMIZERS as OF_WHOLE_TENSORS
 from tests.promises.test_states8bit import OPTIMIZERS as OF_ELEMENTS
 from tests.support.profiles import examples
 from tests.support.versions import IS_2_11
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.streamed import state_codes
 from zero_fn.tiers.tier_tensor import in_memory
+from zero_fn.values.dtensors import local_of
 
 # Fused ones round the ends of shards otherwise; Adagrad of torch 2.11 cannot step a group that came later.
 CODED = [name for name in OF_ELEMENTS if "fused" not in name and not (IS_2_11 and name == "Adagrad")]

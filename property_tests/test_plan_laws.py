@@ -42,7 +42,7 @@ def measured(programs):
                 optimizer.step()
         plan = zf.plan(model, optimizer_nbytes_per_element=8, backwards=backwards)
         are_single = all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
-        found.append((zf.held(model, optimizer), plan, sent.nbytes, are_single))
+        found.append((zf.memory(model, optimizer), plan, sent.nbytes, are_single))
         optimizer.step()
     return found
 
@@ -65,12 +65,12 @@ PROGRAMS = st.one_of(
 def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks, n, programs):
     for answers in ranks(n).run(measured, programs):
         for held, plan, sent_nbytes, has_planned_states in answers:
-            assert held.parameters == plan.held.parameters + plan.padding.parameters
-            assert held.gradients == plan.held.gradients + plan.padding.gradients
+            assert held.parameters == plan.memory.parameters + plan.padding.parameters
+            assert held.gradients == plan.memory.gradients + plan.padding.gradients
             assert sent_nbytes == plan.sent_nbytes
             if has_planned_states:
-                assert held.optimizer == plan.held.optimizer + plan.padding.optimizer
-                assert held.total == plan.held.total + plan.padding.total
+                assert held.optimizer == plan.memory.optimizer + plan.padding.optimizer
+                assert held.total == plan.memory.total + plan.padding.total
 
 
 class Repeated(nn.Module):
@@ -117,7 +117,7 @@ def test_more_sharding_never_needs_more_memory(n, tree, chain):
 
 
 def total(mesh, tree, chain, stage):
-    return zf.plan(getattr(zf, stage)(apply(chain, build(tree), mesh), mesh)).held.total
+    return zf.plan(getattr(zf, stage)(apply(chain, build(tree), mesh), mesh)).memory.total
 
 
 # -- in tiers -----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def planned_and_made(case, path):
         model = transforms[number](model)
     try:
         planned = zf.plan(model, OPTIMIZERS[case.optimizer](list(model.parameters())))
-    except zf.TierError as error:  # parameters in a tier, and no tier for the states
+    except zf.errors.TierError as error:  # parameters in a tier, and no tier for the states
         return error.summary
     model = zf.materialize(model, "cpu")
     optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
@@ -184,7 +184,7 @@ def planned_and_made(case, path):
         optimizer.zero_grad()
         model(torch.ones(2, 12)).float().square().mean().backward()
         optimizer.step()
-    return planned, made, zf.held(model, optimizer), zf.plan(model, optimizer)
+    return planned, made, zf.memory(model, optimizer), zf.plan(model, optimizer)
 
 
 @examples(dev=25, ci=300, deep=5_000)
@@ -198,5 +198,5 @@ def test_what_is_planned_on_meta_is_what_is_held(simulated, case):
             continue
         planned, made, held, later = answer
         assert made == planned
-        assert held.total == later.held.total + later.padding.total
-        assert held.tiers == later.held.tiers == planned.held.tiers
+        assert held.total == later.memory.total + later.padding.total
+        assert held.tiers == later.memory.tiers == planned.memory.tiers

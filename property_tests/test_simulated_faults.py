@@ -39,7 +39,7 @@ def is_same(one, other):
 def is_told(outcome):
     """Whether a rank has heard of a fault: from zero_fn or, in `clip_grad_norm_`, from torch."""
     by_torch = any(text in str(outcome.error) for text in ("Timed out", "Connection closed"))
-    return by_torch or isinstance(outcome.error, zf.LostRankError | zf.DisagreementError)
+    return by_torch or isinstance(outcome.error, zf.errors.LostRankError | zf.errors.DisagreementError)
 
 
 @examples(dev=20, ci=8_000, deep=300_000)

@@ -340,5 +340,5 @@ def test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_rais
     program = Program(tied_expert("reentrant"), (Link("shard_params", PARTS),), (Backward(),) * 4)
     report = simulated(2).report(run_program, program)
     errors = [outcome.error for outcome in report.outcomes]
-    assert all(isinstance(error, zf.LostRankError | zf.DisagreementError) for error in errors), report
+    assert all(isinstance(error, zf.errors.LostRankError | zf.errors.DisagreementError) for error in errors), report
     assert any("unit parts.0" in str(error) for error in errors)

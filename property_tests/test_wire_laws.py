@@ -216,7 +216,7 @@ def _passed(case, tier):
             if one.edits_at < 0:
                 output.float().sum().backward()
             seen.append(torch.cat([output.detach().float(), x.grad if x.grad is not None else torch.empty(0)]))
-        except zf.StorageError:
+        except zf.errors.StorageError:
             seen.append(None)
             if one.edits_at < 0:
                 continue

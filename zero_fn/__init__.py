@@ -4,6 +4,7 @@ model = zf.shard_params(model, mesh["dp"])  # ZeRO-3; transforms return new modu
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # built last: its states are shards, too
 """
 
+from zero_fn.average import Average, ema
 from zero_fn.checkpoint import (
     Checkpoint,
     Mirror,
@@ -33,9 +34,7 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
-from zero_fn.extras.average import Average, ema
-from zero_fn.extras.tile import tile, untiled
-from zero_fn.handover import Weights, WeightsVersion, apply_weights, weights
+from zero_fn.inspect.memory import Held, held
 from zero_fn.launch import launch
 from zero_fn.local.from_environment import StartedRank, from_environment
 from zero_fn.local.gloo import give_groups_one_thread
@@ -43,27 +42,28 @@ from zero_fn.local.preemption import Preemption, preemption
 from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.looking.check import check, is_transformed
 from zero_fn.looking.describe import Description, describe
-from zero_fn.looking.held import Held, held
 from zero_fn.monitor.metrics import Metrics, metrics
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.profiling import Profile, profile
-from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
-from zero_fn.transforms.evict import Evicted, evict
 from zero_fn.transforms.flatten_subclasses import flatten_subclasses
-from zero_fn.transforms.gather_in import gather_in
+from zero_fn.transforms.forward_methods import gather_in
+from zero_fn.transforms.hybrid import hybrid, zero1, zero2, zero3
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.offload import offload
+from zero_fn.transforms.offloaded_states import Evicted, evict
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.transforms.tile import tile, untiled
 from zero_fn.transforms.unsharded import refresh, unsharded
 from zero_fn.transport.traffic import Sent, traffic
 from zero_fn.transport.waiting import guard
 from zero_fn.values.tiers import cpu, nvme
 from zero_fn.values.units import by_size
 from zero_fn.values.wire import Wire, delta4, float8, int4, int8
+from zero_fn.weights import Weights, WeightsVersion, apply_weights, weights
 
 __version__ = "0.2.0"
 

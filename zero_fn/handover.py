@@ -31,7 +31,6 @@ from zero_fn.checkpoint.loading import Rename, renamed_by
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import LayoutError, StateError
-from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.registry import entry_points_below, require_idle, units_of
 from zero_fn.runtime.resting_edits import watch_edits
 from zero_fn.runtime.run import run_of
@@ -42,6 +41,7 @@ from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agree import Bits, on_all_ranks
 from zero_fn.transport.line import Line
 from zero_fn.values.box import Box
+from zero_fn.values.dtensors import local_of, on_spec, spec_on
 from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["Weights", "WeightsVersion", "apply_weights", "weights"]

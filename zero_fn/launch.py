@@ -3,8 +3,8 @@
 [Note: which failures start ranks again] Those that another start can heal: a rank was killed,
 crashed, exited with an error, or lost another one that does not answer. An exception of the
 function is a mistake that would come again, and the user wants to read it now. Status 0 and 75
-(`zf.preemption`) say that a rank wants to leave. When `timeout_s` is over, so is the call: a rank
-that hangs is lost, and started again, only by a shorter deadline of its peers (`zf.guard`).
+(`zf.distributed.preemption`) say that a rank wants to leave. When `timeout_s` is over, so is the call: a rank
+that hangs is lost, and started again, only by a shorter deadline of its peers (`zf.distributed.set_deadline`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def launch(
         timeout_s: Seconds until every rank must have returned,
             restarts included; None for no limit.
         restarts: How often ranks may be started again after one was killed, crashed, exited with a
-            status other than 0 and 75 (`zf.preemption`), or lost another (`LostRankError`). Other
+            status other than 0 and 75 (`zf.distributed.preemption`), or lost another (`LostRankError`). Other
             exceptions of the function are raised at once.
         env: Variables that every rank has beside the environment of this process. Set variables
             that torch reads when it is imported before the first call instead.

@@ -19,15 +19,15 @@ M = TypeVar("M", bound=nn.Module)
 
 zero1 = shard_optimizer
 """ZeRO stage 1: shards optimizer states over one mesh axis,
-`model = zf.zero1(model, mesh["dp"])`."""
+`model = zf.shard_optimizer(model, mesh["dp"])`."""
 
 zero2 = shard_grads
 """ZeRO stage 2: shards optimizer states and gradients over one mesh axis,
-`model = zf.zero2(model, mesh["dp"])`."""
+`model = zf.shard_grads(model, mesh["dp"])`."""
 
 zero3 = shard_params
 """ZeRO stage 3: shards all training state over one mesh axis,
-`model = zf.zero3(model, mesh["dp"])`."""
+`model = zf.shard_params(model, mesh["dp"])`."""
 
 
 def hybrid(

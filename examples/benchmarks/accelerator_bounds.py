@@ -7,7 +7,7 @@ registration  seconds that pinning takes for each GiB, of memory that was touche
 host          its memory, and AdamW by threads: torch's fused one, and that of `zf.streamed`
 device        its memory, a matrix product in bfloat16, AdamW
 small copy    of 4 KiB to the device, begun behind one of 1 GiB: in one piece, in pieces, with a kernel between them
-disk          what `zf.measure_links` says
+disk          what `zf.distributed.measure_links` says
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def bounds(device: torch.device, path: str | None, numel: int, most_seconds: flo
             ("registration", lambda: _registration(nbytes, 8)),
         ]
     if path is not None:
-        questions.append(("the disk", lambda: iter(str(zf.measure_links(path=path, nbytes=4 * numel)).splitlines())))
+        questions.append(
+            ("the disk", lambda: iter(str(zf.distributed.measure_links(path=path, nbytes=4 * numel)).splitlines()))
+        )
     for name, ask in questions:
         started = time.monotonic()
         try:

@@ -3,7 +3,7 @@
     plain             parameters in bfloat16, float32 masters that torch's AdamW steps; gradients are cast as they come
     FSDP2             fully_shard for each block over a group of one, computing in bfloat16
     FSDP2, host       the same with CPUOffloadPolicy: parameters, gradients, states and the step on the host
-    device            zf.zero3 over a group of one, zf.precision
+    device            zf.shard_params over a group of one, zf.precision
     zero1, zero2      the other stages
     precision         zf.precision alone, without a group
     states            states on the host: gradients and parameters visit them (plain ZeRO-Offload)
@@ -88,7 +88,7 @@ class Trained(NamedTuple):
     model: Any
     parameters: list[Tensor]
     update: Callable[[], None]
-    plan: Callable[[], zf.Plan] | None = None
+    plan: Callable[[], zf.inspect.Plan] | None = None
 
     def step(self, tokens: Tensor) -> Tensor:
         """One step on `tokens`, "batch sequence+1" of bytes, with exact clipping. Returns the loss."""
@@ -226,7 +226,7 @@ def _away(
 _PLAIN = Way(_plain, 18)
 WAYS = {
     "plain": _PLAIN,
-    "device": Way(_on_device(zf.zero3), 16),
+    "device": Way(_on_device(zf.shard_params), 16),
     "host": Way(_away(lambda _: zf.cpu()), 2, 18),
     "host, forward": Way(_away(lambda _: zf.cpu(), "forward"), 2, 18),
     "host, 16 bits": Way(_away(lambda _: zf.cpu(), grads=torch.bfloat16), 2, 16),
@@ -234,8 +234,8 @@ WAYS = {
     "states": Way(_states, 10, 8),
     "FSDP2": Way(_fsdp2_on_cuda(OffloadPolicy), 16),
     "disk": Way(_away(zf.nvme), 2),
-    "zero1": Way(_on_device(zf.zero1), 18),
-    "zero2": Way(_on_device(zf.zero2), 18),
+    "zero1": Way(_on_device(zf.shard_optimizer), 18),
+    "zero2": Way(_on_device(zf.shard_grads), 18),
     "precision": Way(_on_device(None), 18),
     "plain, again": _PLAIN,
 }

@@ -64,7 +64,9 @@ def run(folder: str, millions: int) -> None:
     ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD: what is freed goes back to the system
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     count = max(millions * 10**6 // WIDTH**2, 1)
-    model: Any = zf.zero3(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))), mesh["dp"])
+    model: Any = zf.shard_params(
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))), mesh["dp"]
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -191,7 +191,7 @@ def zero_fn(transform: Callable[..., nn.Module]) -> Callable[[GPT, DeviceMesh, b
         contestant = _trained(sharded, optimizer := _adamw(sharded))
 
         def held() -> int:
-            memory = zf.held(sharded, optimizer)
+            memory = zf.memory(sharded, optimizer)
             return memory.parameters + memory.optimizer
 
         contestant.held = held
@@ -210,9 +210,9 @@ CONTESTANTS: dict[str, Callable[[GPT, DeviceMesh, bool], Contestant]] = {
     "deepspeed2": deepspeed(2),
     "deepspeed3": deepspeed(3),
     "replicate": zero_fn(zf.replicate),
-    "zero1": zero_fn(zf.zero1),
-    "zero2": zero_fn(zf.zero2),
-    "zero3": zero_fn(zf.zero3),
+    "zero1": zero_fn(zf.shard_optimizer),
+    "zero2": zero_fn(zf.shard_grads),
+    "zero3": zero_fn(zf.shard_params),
 }
 
 

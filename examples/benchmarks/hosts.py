@@ -66,9 +66,9 @@ MODES: dict[str, Callable[[Stack, DeviceMesh], nn.Module]] = {
     "plain": lambda model, mesh: model,
     "fsdp2": fsdp2,
     "replicate": of_units(zf.replicate),
-    "zero1": of_units(zf.zero1),
-    "zero2": of_units(zf.zero2),
-    "zero3": of_units(zf.zero3),
+    "zero1": of_units(zf.shard_optimizer),
+    "zero2": of_units(zf.shard_grads),
+    "zero3": of_units(zf.shard_params),
 }
 
 

@@ -77,7 +77,7 @@ def ours(way: str, path: str, task: Task) -> Callable[[], float]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1)
     axis = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     module, loss_of = task.build()
-    model = zf.zero3(module, axis, donate=True)
+    model = zf.shard_params(module, axis, donate=True)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     if way != "memory":
         optimizer = zf.streamed(optimizer, zf.cpu() if way == "cpu" else zf.nvme(path))

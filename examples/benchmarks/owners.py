@@ -175,7 +175,7 @@ def dealt(name: str, ranks: Sequence[int]) -> dict[str, str]:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         with torch.device("meta"):
             model = nn.ModuleList(Layer(LLAMAS[name]) for _ in range(LLAMAS[name].layers))
-        sharded = zf.zero3(model, init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), units=Layer)
+        sharded = zf.shard_params(model, init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), units=Layer)
         matrices = [parameter for parameter in sharded.parameters() if parameter.ndim == 2]
         optimizer: Any = zf.by_owner(muon(matrices))
         work = [0] * size

@@ -63,7 +63,7 @@ def built(shape: str, folder: str = "") -> tuple[nn.Module, Optimizer, Callable[
     layers, dim, seq, batch = map(int, shape.split("x"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
-    model = zf.zero3(contestants.GPT(layers, dim, seq), mesh, units=contestants.Block)
+    model = zf.shard_params(contestants.GPT(layers, dim, seq), mesh, units=contestants.Block)
     model = zf.offload(model, params=zf.nvme(folder), optim=zf.nvme(folder)) if folder else model
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer = zf.streamed(optimizer) if folder else optimizer
@@ -179,7 +179,6 @@ def main() -> int:
     if args.role == "hosts":
         return slow_link.on_two_hosts(args.gbit, 1)
     if args.role == "rank":
-        zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
         dist.init_process_group("gloo")
         show("link", args)
         dist.destroy_process_group()

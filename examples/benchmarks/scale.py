@@ -106,7 +106,7 @@ def measure(name: str, ranks: int) -> dict[str, object]:
         "schedule ms": f"{(scheduled - planned) * 1e3:.1f}",
         "total s": f"{total:.2f}",
         "ms per unit": f"{total / units * 1e3:.2f}",
-        "held GB per rank": f"{plan.held.total / 1e9:.2f}",
+        "held GB per rank": f"{plan.memory.total / 1e9:.2f}",
         "resident MB": f"{resident_nbytes() / 1e6:.0f}",
     }
 

@@ -41,12 +41,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero_fn as zf
 
 SEQ, WARMUP, PER_HOST = 8, 2, 2
-STAGES = {"zero3": zf.zero3, "zero2": zf.zero2}
+STAGES = {"zero3": zf.shard_params, "zero2": zf.shard_grads}
 FORMATS: dict[tuple[str, str], dict[str, Any]] = {  # the first of a stage is the base of its ratios
     ("zero3", "bf16"): {},
-    ("zero3", "int8, int4"): {"gather": zf.int8(), "reduce": zf.int4()},
+    ("zero3", "int8, int4"): {"gather": zf.wire.int8(), "reduce": zf.wire.int4()},
     ("zero2", "bf16"): {},
-    ("zero2", "delta4, int4"): {"gather": zf.delta4(), "reduce": zf.int4()},
+    ("zero2", "delta4, int4"): {"gather": zf.wire.delta4(), "reduce": zf.wire.int4()},
 }
 DEVICES = {"user": "lo", "rank": "wire"}  # over which bytes are counted
 NEW = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # its processes end with the first of them
@@ -162,7 +162,6 @@ def main() -> int:
     if args.role == "hosts":
         return on_two_hosts(args.gbit, PER_HOST)
     if args.role == "rank":
-        zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
         dist.init_process_group("gloo")
         measure(args)
         dist.destroy_process_group()

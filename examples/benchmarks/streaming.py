@@ -15,7 +15,7 @@ round: their median with a 95 % bootstrap interval.
     zero_fn     on meta, `zf.offload(model, params=zf.nvme(path))`, `zf.load_pretrained(model, folder)`
     in place    the same with `copy=False`: no second copy on the disk
     resident    ... and `resident=0.15`: that part stays in memory
-    int8, int4  ... and `zf.precision(gather=zf.int8())`: codes on the disk, decoded layer by layer
+    int8, int4  ... and `zf.precision(gather=zf.wire.int8())`: codes on the disk, decoded layer by layer
 
 The limit is beside what imports take, and holds while the model is loaded, too. It counts the page cache where a memory
 cgroup can be made (by root); elsewhere it is RLIMIT_DATA, which counts private memory. All files are dropped from the page
@@ -123,8 +123,8 @@ WAYS: dict[str, Build] = {
     "zero_fn": zero_fn(),
     "in place": zero_fn({"copy": False}),
     "resident": zero_fn({"copy": False}, resident=0.15),
-    "int8": zero_fn({"copy": False}, {"gather": zf.int8()}),
-    "int4": zero_fn({"copy": False}, {"gather": zf.int4()}),
+    "int8": zero_fn({"copy": False}, {"gather": zf.wire.int8()}),
+    "int4": zero_fn({"copy": False}, {"gather": zf.wire.int4()}),
 }
 ROUNDED = {"int8", "int4"}  # ways with other logits than those of memory, as they hold rounded weights
 

@@ -32,13 +32,13 @@ from pretrain import GPT
 SEQ, BATCH, LAST = 64, 4, 50
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "int8": {"gather": zf.int8(), "reduce": zf.int8()},
-    "int8, int4": {"gather": zf.int8(), "reduce": zf.int4()},
-    "int8, int4 rotated": {"gather": zf.int8(), "reduce": zf.int4(rotate=True)},
-    "differences, int4": {"gather": zf.delta4(), "reduce": zf.int4()},
-    "differences, int4 rotated": {"gather": zf.delta4(), "reduce": zf.int4(rotate=True)},
-    "int4, int4": {"gather": zf.int4(), "reduce": zf.int4()},
-    "float8": {"gather": zf.float8(), "reduce": zf.float8(dtype=torch.float8_e5m2)},
+    "int8": {"gather": zf.wire.int8(), "reduce": zf.wire.int8()},
+    "int8, int4": {"gather": zf.wire.int8(), "reduce": zf.wire.int4()},
+    "int8, int4 rotated": {"gather": zf.wire.int8(), "reduce": zf.wire.int4(rotate=True)},
+    "differences, int4": {"gather": zf.wire.delta4(), "reduce": zf.wire.int4()},
+    "differences, int4 rotated": {"gather": zf.wire.delta4(), "reduce": zf.wire.int4(rotate=True)},
+    "int4, int4": {"gather": zf.wire.int4(), "reduce": zf.wire.int4()},
+    "float8": {"gather": zf.wire.float8(), "reduce": zf.wire.float8(dtype=torch.float8_e5m2)},
 }
 
 
@@ -47,7 +47,7 @@ def learnt(way: str, steps: int, seed: int, text: Tensor) -> list[float]:
     torch.manual_seed(seed)
     model: nn.Module = GPT(4, 128, 4, SEQ)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = zf.precision(zf.zero2(model, mesh["dp"]), compute=torch.float32, **WAYS[way])
+    model = zf.precision(zf.shard_grads(model, mesh["dp"]), compute=torch.float32, **WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     draws, losses = torch.Generator().manual_seed(1000 * seed + dist.get_rank()), []
     for step in range(steps):

@@ -43,14 +43,14 @@ def main() -> None:
     words.say_bytes("planned", {name: zf.plan(*pair) for name, pair in models.items()})
 
     def say_held(phase: str) -> None:
-        words.say_bytes(phase, {name: zf.held(*pair) for name, pair in models.items()})
+        words.say_bytes(phase, {name: zf.memory(*pair) for name, pair in models.items()})
 
     for step in range(options.steps):
         torch.manual_seed(step * here.ranks + here.rank)  # every rank draws other answers
         draws = torch.Generator().manual_seed(step * here.ranks + here.rank)
         asked = words.prompts(options.rows, draws).repeat_interleave(options.samples, 0).to(here.device)
 
-        away = zf.evict(reference, to=zf.cpu())
+        away = zf.offload_states(reference, to=zf.cpu())
         tokens = words.generate(policy, asked)  # at stage 3 a rank that is done goes on until all are
         if step == 0:
             say_held("generating")
@@ -61,7 +61,7 @@ def main() -> None:
         advantages = above.view(-1, 1)  # the same for all bytes of an answer
         with torch.no_grad():
             old, kept = words.log_probs(policy, tokens), words.log_probs(reference, tokens)
-        away = zf.evict(reference, to=zf.cpu())
+        away = zf.offload_states(reference, to=zf.cpu())
 
         for epoch in range(options.epochs):
             new = words.log_probs(policy, tokens)

@@ -71,17 +71,19 @@ def main() -> None:
     def say_held(phase: str) -> None:
         if step == 0 and phase not in said:
             said.append(phase)
-            words.say_bytes(phase, {name: zf.held(*pair) for name, pair in models.items()})
+            words.say_bytes(phase, {name: zf.memory(*pair) for name, pair in models.items()})
 
     said: list[str] = []
     host = zf.cpu()
-    away = [zf.evict(model, to=host) for model in frozen.values()]
+    away = [zf.offload_states(model, to=host) for model in frozen.values()]
     for step in range(options.steps):
         torch.manual_seed(step * here.ranks + here.rank)  # every rank draws other answers
         draws = torch.Generator().manual_seed(step * here.ranks + here.rank)
         asked = words.prompts(options.rows, draws).to(here.device)
 
-        away.append(zf.evict(critic, critic_optimizer, to=host))  # 1: of the models the actor alone is in memory, whole
+        away.append(
+            zf.offload_states(critic, critic_optimizer, to=host)
+        )  # 1: of the models the actor alone is in memory, whole
         with zf.unsharded(actor):  # one gather for all bytes; inside, ranks need not keep pace
             tokens = words.generate(actor, asked)
             say_held("generating")
@@ -97,7 +99,7 @@ def main() -> None:
             if options.reward:
                 score = frozen["reward"](input_ids=tokens, use_cache=False).logits[:, 0].float()
         say_held("judging")
-        away = [zf.evict(model, to=host) for model in frozen.values()]
+        away = [zf.offload_states(model, to=host) for model in frozen.values()]
         rewards = -options.kl * distance * mask
         rewards.scatter_add_(1, mask.sum(1, keepdim=True).long() - 1, score[:, None])  # at the last byte of an answer
         advantages = advantages_of(rewards, values, options.gamma, options.lam)

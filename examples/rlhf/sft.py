@@ -50,7 +50,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if step == 0:
-            words.say_bytes("training", {"model": zf.held(model, optimizer)})
+            words.say_bytes("training", {"model": zf.memory(model, optimizer)})
         optimizer.zero_grad()
         loss = words.over_ranks(loss)
         if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):

@@ -20,7 +20,7 @@ LETTERS = torch.tensor(list(b"abcdefghijklmnop"))
 PAD, END, WORD, PROMPT, ANSWER = 0, ord("\n"), 4, 5, 9  # two bytes, and lengths; ANSWER with its newline
 
 
-def start(stage: int) -> tuple[zf.StartedRank, Callable[[nn.Module], nn.Module]]:
+def start(stage: int) -> tuple[zf.distributed.StartedRank, Callable[[nn.Module], nn.Module]]:
     """This rank, and what places a model at a stage of ZeRO over all ranks."""
     here = zf.from_environment().start()  # under torchrun, Slurm, mpirun, Ray, Kubernetes, or alone
     mesh = init_device_mesh(here.device.type, (here.ranks,), mesh_dim_names=("dp",))
@@ -91,9 +91,12 @@ def over_ranks(value: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def say_bytes(phase: str, found: dict[str, zf.Plan | zf.Held]) -> None:
+def say_bytes(phase: str, found: dict[str, zf.inspect.Plan | zf.inspect.MemoryUse]) -> None:
     """Prints the bytes of training state on rank 0, as planned or as measured."""
-    parts = {name: (each.held, each.padding) if isinstance(each, zf.Plan) else (each,) for name, each in found.items()}
+    parts = {
+        name: (each.held, each.padding) if isinstance(each, zf.inspect.Plan) else (each,)
+        for name, each in found.items()
+    }
     said = ", ".join(f"{name} {sum(part.on_device for part in each):,}" for name, each in parts.items())
     if dist.get_rank() == 0:
         print(f"{phase:>10}: {said}", flush=True)

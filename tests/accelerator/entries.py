@@ -77,7 +77,7 @@ def from_deepspeed(mesh, folder):
         (folder / f"{way}.json").write_text(json.dumps(config))
         plain = net()
         setup = zf.from_deepspeed(net(), folder / f"{way}.json", mesh)
-        assert zf.held(setup.model, setup.optimizer).on_device == 0, zf.held(setup.model, setup.optimizer)
+        assert zf.memory(setup.model, setup.optimizer).on_device == 0, zf.memory(setup.model, setup.optimizer)
         expected = trained(plain, adamw(plain), batches(2))
         found = []
         for tokens in batches(2):
@@ -138,13 +138,13 @@ def trainer(mesh, folder):
         return made, [float(entry[key]) for entry in log for key in ("loss", "grad_norm") if key in entry]
 
     host = device.host()
-    ours = {"place": lambda model: all_away(zf.zero3(model, mesh), host), "finish": zf.streamed}
+    ours = {"place": lambda model: all_away(zf.shard_params(model, mesh), host), "finish": zf.streamed}
     plain, expected = numbers(Trainer, "plain")
     made, found = numbers(ZeroTrainer, "ours", **ours)
     assert len(expected) == 8
     assert device.same(found, expected), (found, expected)
     require_on_device(plain.model)
-    held = zf.held(made.model, made.optimizer.optimizer)
+    held = zf.memory(made.model, made.optimizer.optimizer)
     assert held.parameters == held.optimizer == 0, held
     _, resumed = numbers(ZeroTrainer, "again", str(folder / "ours" / "checkpoint-2"), **ours)
     assert device.same(resumed, expected), (resumed, expected)
@@ -189,16 +189,16 @@ def read_into_shards(mesh, folder):
 
 
 def placements(mesh, folder):
-    yield None, lambda model: zf.zero3(model, mesh)
+    yield None, lambda model: zf.shard_params(model, mesh)
     for tier in tiers(folder):
-        yield tier, lambda model, tier=tier: zf.zero3(zf.offload(model, params=tier), mesh)
+        yield tier, lambda model, tier=tier: zf.shard_params(zf.offload(model, params=tier), mesh)
 
 
 def require_room(model, tier, before):
     """Parameters rest on the device or in their tier, and no more of them than a unit has been on the device meanwhile."""
     most = device.used()[1] - before
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    held = zf.held(model)
+    held = zf.memory(model)
     assert held.parameters == (nbytes if tier is None else 0), held
     assert most <= held.parameters + nbytes // 2 + device.SLACK_NBYTES, (tier, most, nbytes)
 
@@ -220,7 +220,7 @@ def compiled(mesh, folder):
                 block.compile(backend=backend)
         optimizer = zf.streamed(adamw(model)) if is_away else adamw(model)
         require_same(model, optimizer, models[1], adamw(models[1]))
-    model, plain = zf.zero3(net(), mesh), net()
+    model, plain = zf.shard_params(net(), mesh), net()
     optimizer = adamw(model)
     found = trained(torch.compile(model, backend=backend), optimizer)
     assert device.same(found, trained(plain, adamw(plain)))
@@ -231,7 +231,7 @@ def in_float16(mesh, folder):
     if device.NAME == "pretend":
         raise device.Unmeasured  # its operations are not cast
     results = []
-    for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
+    for place in (lambda model: model, lambda model: zf.shard_params(model, mesh)):
         model = place(net())
         optimizer, scaler = adamw(model), torch.amp.GradScaler(device.NAME, init_scale=2.0**20)
         found = []

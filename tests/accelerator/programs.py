@@ -22,13 +22,13 @@ from torch.optim import SGD, AdamW
 import zero_fn as zf
 from tests.accelerator import device
 from zero_fn.kernels.threads import more_threads
-from zero_fn.resting import local_of
 from zero_fn.runtime import ending
 from zero_fn.runtime.registry import units_of
 from zero_fn.storage import Transfer
 from zero_fn.streamed import state_codes
 from zero_fn.tiers import side_stream, tier_tensor
 from zero_fn.transforms.offloaded_activations import Parking
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["PROGRAMS", "results"]
@@ -223,7 +223,7 @@ def what_moves_was_planned(tier):
         planned = zf.plan(model, optimizer)
         assert tuple(planned.link) == device.moved(), (form, fraction, planned.link)
         assert not isinstance(tier, Cpu) or planned.moved[str(tier)] == planned.link, (form, fraction)
-    coded = zf.precision(nn.Linear(256, 256, bias=False).to(device.NAME).requires_grad_(False), gather=zf.int8())
+    coded = zf.precision(nn.Linear(256, 256, bias=False).to(device.NAME).requires_grad_(False), gather=zf.wire.int8())
     coded = zf.offload(coded, params=tier)
     for _ in range(2):  # the first codes what rests exactly
         device.moved()
@@ -392,7 +392,7 @@ def require_away(model, tier):
     """No parameter takes memory of the device."""
     with torch.no_grad():
         model(next(batches()))  # what was moved goes to its tier
-    held = zf.held(model)
+    held = zf.memory(model)
     assert (held.on_device, held.tiers.get(str(tier), 0) > 0) == (0, True), held
 
 
@@ -402,7 +402,7 @@ def read_in_place_and_as_codes(tier):
     plain, tokens = net().requires_grad_(False), next(batches())
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         zf.save_pretrained(plain, folder)
-        for options in ({"compute": torch.float32}, {"compute": torch.float32, "gather": zf.int8()}):
+        for options in ({"compute": torch.float32}, {"compute": torch.float32, "gather": zf.wire.int8()}):
             model = zf.offload(zf.precision(net().requires_grad_(False).to("meta"), **options), params=tier)
             zf.load_pretrained(model, folder, copy=False, device=device.NAME)
             expected = zf.precision(plain, **options)
@@ -478,7 +478,7 @@ def checkpoints(tier):
             trained(plain, plain_optimizer, batches(1))
             zf.load(f"{folder}/step-1", plain, plain_optimizer)
             zf.load(f"{folder}/step-2", model, optimizer)
-            mirror = zf.mirror(f"{folder}/copied", model, optimizer, every=1)
+            mirror = zf.checkpoint.memory_copies(f"{folder}/copied", model, optimizer, every=1)
             mirror.update()
             trained(model, optimizer, batches(2))
             for each, of_each in ((plain, plain_optimizer), (model, optimizer)):
@@ -499,7 +499,7 @@ def counts_of_steps_stay_on_the_host(tier):
             zf.load(f"{folder}/saved", model, optimizer)
             trained(model, optimizer, batches(1))
         if not is_away:
-            zf.evict(model, optimizer, to=device.host()).restore()
+            zf.offload_states(model, optimizer, to=device.host()).restore()
         counts = [state["step"] for state in optimizer.state.values()]
         assert counts and {count.device.type for count in counts} == {"cpu"}
         assert {count.item() for count in counts} == {3}

@@ -34,7 +34,9 @@ def share(rank):
 def proposals(mesh, tiers):
     """What `autoplan` proposes (of sixteen proposals one) gives the same numbers, but for the sum of a norm over whole
     gradients, and the rank that holds more holds what it said."""
-    found = zf.autoplan(net(), mesh, "1GiB", links=zf.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers)
+    found = zf.planning.autoplan(
+        net(), mesh, "1GiB", links=zf.distributed.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers
+    )
     assert {p.bound for p in found.all} <= {"collectives", "optimizer", "disk", "link"}
     assert len(found.all) == 40
     first = {}
@@ -43,7 +45,7 @@ def proposals(mesh, tiers):
         optimizer = adamw(model) if proposal.tier is None else zf.streamed(adamw(model))
         numbers = trained(model, optimizer, islice(share(mesh.get_local_rank()), 2)), values(model)
         assert device.same(numbers, first.setdefault(proposal.transform == "replicate", numbers)), proposal.away
-        held, said = zf.held(model, optimizer), proposal.held
+        held, said = zf.memory(model, optimizer), proposal.memory
         pairs = [(held.optimizer, said.optimizer), (held.buffers, said.buffers), (held.on_host, proposal.host)]
         pairs += [(held.tiers.get(str(tier), 0), said.tiers.get(str(tier), 0)) for tier in tiers]
         assert all(own == most if mesh.get_local_rank() == 0 else own <= most for own, most in pairs), pairs
@@ -75,13 +77,13 @@ UNIT = 4 * (512 * 512 + 4 * 512 + 1)
 def from_elsewhere(mesh, tiers):
     """A model of the CPU, or of meta, comes to the device of the mesh unit by unit: it takes what rests and one unit."""
     ways = {**STAGES, "replicate": zf.replicate}
-    ways["in bf16"] = lambda model, axis: zf.zero3(zf.precision(model.bfloat16(), rest=torch.float32), axis)
+    ways["in bf16"] = lambda model, axis: zf.shard_params(zf.precision(model.bfloat16(), rest=torch.float32), axis)
     ways["given"] = lambda model, axis: zf.shard_params(model, axis, donate=True)
     ways["in two"] = lambda model, axis: zf.shard_grads(
         zf.shard_params(model, axis, where="blocks.*"), axis, donate=True
     )
     for tier in tiers:
-        ways[f"to {tier}"] = lambda model, axis, tier=tier: zf.zero3(zf.offload(model, params=tier), axis)
+        ways[f"to {tier}"] = lambda model, axis, tier=tier: zf.shard_params(zf.offload(model, params=tier), axis)
     torch.manual_seed(0)
     plain = Wide()
     x = torch.randn(8, 512)
@@ -94,13 +96,13 @@ def from_elsewhere(mesh, tiers):
         assert device.same(found, expected), name
         model.cpu()
         device.used()  # what the forward has taken is not meant
-        zf.refresh(model)  # takes parameters back, as it does those that `from_pretrained` has read
+        zf.transforms.refresh(model)  # takes parameters back, as it does those that `from_pretrained` has read
         require_room(f"{name}, back", [*model.parameters()], model, before)
         del model
     with torch.device("meta"):
         model = Wide()
     before = device.used()[0]
-    model = zf.materialize(zf.zero3(model, mesh))
+    model = zf.materialize(zf.shard_params(model, mesh))
     require_room("meta", [*model.parameters(), *model.buffers()], model, before)
 
 
@@ -119,8 +121,8 @@ def the_host_runs_ahead(mesh, tiers):
     """A step makes the host wait for the device nowhere: the device would have nothing to do meanwhile."""
     host, _ = tiers
     ways = {**STAGES}
-    ways["zero3, bfloat16"] = lambda model, axis: zf.zero3(zf.precision(model), axis)
-    ways["zero3, parameters on the host"] = lambda model, axis: zf.zero3(zf.offload(model, params=host), axis)
+    ways["zero3, bfloat16"] = lambda model, axis: zf.shard_params(zf.precision(model), axis)
+    ways["zero3, parameters on the host"] = lambda model, axis: zf.shard_params(zf.offload(model, params=host), axis)
     tokens = next(batches())
     for name, place in ways.items():
         torch.manual_seed(0)
@@ -160,7 +162,7 @@ USED = {"current": 5, "peak": 9}
 
 def _profiled(mesh, tiers):
     for name, tier in {"device": None, "host": tiers[0], "disk": tiers[1]}.items():
-        model = zf.zero3(net() if tier is None else all_away(net().cpu(), tier), mesh)
+        model = zf.shard_params(net() if tier is None else all_away(net().cpu(), tier), mesh)
         optimizer = adamw(model) if tier is None else zf.streamed(adamw(model))
         trained(model, optimizer, islice(share(mesh.get_local_rank()), 2))
         most = torch.accelerator.memory_stats().get("allocated_bytes.all.peak", 0)
@@ -205,7 +207,7 @@ def require_room(name, tensors, model, before):
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
     gc.collect()  # what the graph of a forward has saved may be in a cycle
     now, most = device.used()
-    held = zf.held(model).on_device + sum(
+    held = zf.memory(model).on_device + sum(
         buffer.nbytes for buffer in model.buffers()
     )  # those of before are let go later
     assert {tensor.device.type for tensor in tensors} == {device.NAME}, name
@@ -219,9 +221,9 @@ def owners_and_formats(mesh, tiers):
     places = (None, *tiers)
     ways = {
         "owners": ({}, itertools.product(STAGES, places)),
-        "differences": ({"gather": zf.delta4(), "reduce": zf.int8()}, [("zero1", None), ("zero2", None)]),
+        "differences": ({"gather": zf.wire.delta4(), "reduce": zf.wire.int8()}, [("zero1", None), ("zero2", None)]),
         "blocks": (
-            {"gather": zf.int8(), "reduce": zf.int4()},
+            {"gather": zf.wire.int8(), "reduce": zf.wire.int4()},
             [("zero1", None), *(("zero3", place) for place in places)],
         ),
     }

@@ -36,10 +36,10 @@ def stop(where, folder, rank, size):
             time.sleep(0.1)  # it is there, and does nothing, until the other one has been judged
         os._exit(0)
     try:
-        with zf.guard(deadline_s=DEADLINE_S):
+        with zf.distributed.set_deadline(DEADLINE_S):
             links.all_gather([Segment(torch.zeros(4, device=device.NAME), 4, 4 // size)], "a test").wait()
             torch.accelerator.synchronize()
-    except zf.LostRankError:
+    except zf.errors.LostRankError:
         print(f"LostRankError after {time.monotonic() - started:.1f} s", flush=True)
         os._exit(0)
     os._exit(1)

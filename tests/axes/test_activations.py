@@ -159,22 +159,24 @@ def test_places_on_the_disk_are_used_again(tmp_path):
 
 def _on_a_small_disk(path):
     limit = "4096B" if torch.distributed.get_rank() else None  # no room for the second input
-    model = zf.checkpoint_activations(zf.zero3(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit))
+    model = zf.checkpoint_activations(
+        zf.shard_params(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit)
+    )
     model(torch.ones(4, 6)).backward()
 
 
 def test_a_full_disk_is_told_on_every_rank(simulated, tmp_path):
     here, there = simulated(2).report(_on_a_small_disk, str(tmp_path)).outcomes
-    assert isinstance(there.error, zf.TierError)
+    assert isinstance(there.error, zf.errors.TierError)
     assert "activations" in str(there.error)
-    assert isinstance(here.error, zf.LostRankError)
+    assert isinstance(here.error, zf.errors.LostRankError)
 
 
 @on_ranks(4)
 def test_an_axis_along_which_activations_differ_is_refused():
     mesh = grid("dp", "tp")
     model = zf.checkpoint_activations(Decoder(), units=Block, partition=mesh["dp"])
-    with pytest.raises(zf.DisagreementError, match="Ranks 0 and 1 hold different activations"):
+    with pytest.raises(zf.errors.DisagreementError, match="Ranks 0 and 1 hold different activations"):
         loss_of(model, 0, mesh["dp"].get_local_rank())
-    with pytest.raises(zf.MeshError):
+    with pytest.raises(zf.errors.MeshError):
         zf.checkpoint_activations(Decoder(), units=Block, partition=mesh)

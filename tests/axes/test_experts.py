@@ -153,7 +153,11 @@ def test_experts_send_nothing_along_their_axis(stage):
 def test_experts_that_travel_in_formats_are_summed_and_divided_as_others_are():
     """Their gradients hold the sum along their own axis already. Codes of eight bits are off by less than a hundredth."""
     example, found = _example(), []
-    for stage, formats in ((1, {}), (1, {"reduce": zf.int8()}), (3, {"reduce": zf.int8(), "gather": zf.int8()})):
+    for stage, formats in (
+        (1, {}),
+        (1, {"reduce": zf.wire.int8()}),
+        (3, {"reduce": zf.wire.int8(), "gather": zf.wire.int8()}),
+    ):
         model = example.build(example.Options(stage=stage, dim=64), grid("dp", "ep"))
         model = zf.precision(model, compute=torch.float32, **formats)
         for _ in range(2):
@@ -208,7 +212,7 @@ def test_experts_without_tokens_wait_for_nobody(stage):
 def test_experts_on_no_data_axis_are_refused():
     mesh = grid("dp", "ep")
     for model in (_router(mesh["ep"]), zf.shard_params(_router(mesh["ep"]), mesh["dp"])):  # alone; not left out
-        with pytest.raises(zf.PlacementError, match="'expert' is sharded over the axis already"):
+        with pytest.raises(zf.errors.PlacementError, match="'expert' is sharded over the axis already"):
             zf.shard_params(model, mesh["ep"])
 
 

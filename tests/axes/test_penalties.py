@@ -118,7 +118,7 @@ def test_steps_take_gradients_that_come_whole(folder):
     for make in (lambda o: o, lambda o: zf.streamed(o, zf.nvme(folder)), lambda o: zf.streamed(o, zf.cpu())):
         torch.manual_seed(0)
         plain = nn.Linear(4, 7)
-        model = zf.zero3(plain, axis())
+        model = zf.shard_params(plain, axis())
         optimizers = [make(torch.optim.AdamW(model.parameters())), torch.optim.AdamW(plain.parameters())]
         for _ in range(3):
             for each, optimizer in zip((model, plain), optimizers, strict=True):

@@ -34,8 +34,8 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import DAILY
-from zero_fn.resting import local_of
 from zero_fn.runtime.registry import units_of
+from zero_fn.values.dtensors import local_of
 
 KINDS = ("columns", "sequence")
 _TOLERANCE = 1e-11  # of float64
@@ -93,7 +93,7 @@ def test_tensor_parallel_training_is_that_of_one_process(kind):
 def test_parameters_rest_on_the_full_mesh():
     mesh = grid("dp", "tp")
     plain = snapshot(parallelized(mesh["tp"], "sequence"))
-    model = zf.zero3(parallelized(mesh["tp"], "sequence"), mesh["dp"])
+    model = zf.shard_params(parallelized(mesh["tp"], "sequence"), mesh["dp"])
     placed = dict(model.named_parameters())
     assert {parameter.device_mesh for parameter in placed.values()} == {mesh}
     for name, placements in {
@@ -114,7 +114,7 @@ def test_parameters_rest_on_the_full_mesh():
 def test_a_placed_parameter_is_a_view_in_flight_and_freed_after():
     """Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward."""
     mesh = grid("dp", "tp")
-    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    model = zf.shard_params(parallelized(mesh["tp"], "columns"), mesh["dp"])
     used = []
 
     def are_freed():
@@ -156,7 +156,7 @@ def test_a_transform_without_an_axis_keeps_the_placements():
     model = zf.precision(placed, compute=torch.float32)
     assert differing(snapshot(placed), snapshot(model)) == []
     assert all(parameter.device_mesh == mesh["tp"] for parameter in model.parameters())
-    later, now = zf.zero2(model, mesh["dp"]), zf.zero2(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    later, now = zf.shard_grads(model, mesh["dp"]), zf.shard_grads(parallelized(mesh["tp"], "columns"), mesh["dp"])
     for one, other in zip(later.parameters(), now.parameters(), strict=True):
         assert one.placements == other.placements
         assert torch.equal(local_of(one), local_of(other))
@@ -165,7 +165,7 @@ def test_a_transform_without_an_axis_keeps_the_placements():
 @on_ranks(4)
 def test_editing_and_loading_take_whole_parameters():
     mesh = grid("dp", "tp")
-    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    model = zf.shard_params(parallelized(mesh["tp"], "columns"), mesh["dp"])
     wholes = snapshot(model)
     with zf.unsharded(model, writeback=True), torch.no_grad():
         weight = model.get_parameter("blocks.0.up.weight")
@@ -174,7 +174,7 @@ def test_editing_and_loading_take_whole_parameters():
     assert differing({**wholes, "blocks.0.up.weight": 2 * wholes["blocks.0.up.weight"]}, snapshot(model)) == []
     wholes = {name: value + 1 for name, value in wholes.items()}
     model.load_state_dict(wholes)
-    other = zf.zero1(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    other = zf.shard_optimizer(parallelized(mesh["tp"], "columns"), mesh["dp"])
     other.load_state_dict(model.state_dict())
     assert differing(wholes, snapshot(model)) == differing(wholes, snapshot(other)) == []
 
@@ -189,11 +189,11 @@ def test_a_placed_model_from_meta_has_the_values_of_one_process():
     mesh = grid("dp", "tp")
     with torch.device("meta"):
         placed, plain = Resettable(), Resettable()
-    model = zf.zero3(parallelize_module(placed, mesh["tp"], styles("sequence")), mesh["dp"])
+    model = zf.shard_params(parallelize_module(placed, mesh["tp"], styles("sequence")), mesh["dp"])
     torch.manual_seed(3)
     zf.materialize(model, "cpu")
     torch.manual_seed(3)
-    assert differing(snapshot(zf.materialize(zf.zero1(plain, axis()), "cpu")), snapshot(model)) == []
+    assert differing(snapshot(zf.materialize(zf.shard_optimizer(plain, axis()), "cpu")), snapshot(model)) == []
 
 
 @on_ranks(8)
@@ -223,4 +223,4 @@ def test_a_process_may_build_another_mesh():
         replica, model = parallelized(mesh["tp"], "columns"), parallelized(mesh["tp"], "columns")
         rank = data.get_local_rank()
         expected = step(replica, adam(replica), 0, rank, average=averaging(data))
-        assert unlike(str(names), zf.zero3(model, data), [expected], rank) == []
+        assert unlike(str(names), zf.shard_params(model, data), [expected], rank) == []

@@ -52,7 +52,7 @@ def _failing(composition, path, moment):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             else:
                 optimizer.step()
-    except zf.StorageError as error:
+    except zf.errors.StorageError as error:
         return error.summary
     return "nothing"
 

@@ -52,11 +52,11 @@ def _wrong(case, model, expected):
     with zf.traffic() as sent:
         loss_of(model, 7, dist.get_rank()).backward()
     optimizer.step()
-    held, planned = zf.held(model, optimizer), zf.plan(model)
+    held, planned = zf.memory(model, optimizer), zf.plan(model)
     if dict(sent.by_axis) != planned.sent_by_axis:
         lines.append(f"{case}: sent {sent.by_axis}, planned {planned.sent_by_axis}")
     for state in ("parameters", "gradients", "optimizer"):
-        if getattr(held, state) != getattr(planned.held, state) + getattr(planned.padding, state):
+        if getattr(held, state) != getattr(planned.memory, state) + getattr(planned.padding, state):
             lines.append(f"{case}: holds {getattr(held, state)} B of {state}")
     return lines
 
@@ -89,7 +89,7 @@ def test_collectives_that_pad_give_the_same():
 def test_computing_in_bf16_is_casting_by_hand():
     """Over one axis, too: the same casts, the same order of summation."""
     mesh, rank = grid("outer", "inner"), dist.get_rank()
-    one = zf.precision(zf.zero3(_built(), axis()), compute=torch.bfloat16)
+    one = zf.precision(zf.shard_params(_built(), axis()), compute=torch.bfloat16)
     assert unlike("one axis", one, cast_by_hand(_built, averaging(axis()), rank), rank) == []
     expected = cast_by_hand(_built, averaging(mesh["inner"], mesh["outer"]), rank)
     for inner, outer in (("zero3", "replicate"), ("zero3", "zero2"), ("zero1", "zero1")):
@@ -194,5 +194,5 @@ def test_buffers_over_two_axes_are_those_of_the_first_rank_of_all():
 @on_ranks(4)
 def test_ranks_must_shard_over_the_same_axes():
     outer = "zero1" if dist.get_rank() == 2 else "zero2"  # the join of both axes is the same
-    with pytest.raises(zf.DisagreementError, match="Ranks 0 and 2 hold different layouts"):
+    with pytest.raises(zf.errors.DisagreementError, match="Ranks 0 and 2 hold different layouts"):
         _over("zero3", outer)(batch(0, 0)[0])

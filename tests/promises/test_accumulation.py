@@ -139,7 +139,7 @@ def test_pending_gradients_cannot_be_stepped_or_read(stage):
             lambda: torch.mul(torch.ones(6), 2, out=weight.grad),
         ]
         for read in reads:
-            with pytest.raises(zf.StateError, match=r"enter\.weight"):
+            with pytest.raises(zf.errors.StateError, match=r"enter\.weight"):
                 read()
         optimizer.zero_grad()
         optimizer.step()  # nothing waits: nothing happens, as in replicas

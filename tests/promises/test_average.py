@@ -112,7 +112,7 @@ def test_an_average_refuses_what_it_cannot_follow_and_gives_parameters_back(stag
             with refused("average_is_shown_in_a_step"):
                 optimizer.step()
             for act in (average.update, average.shown().__enter__, lambda: zf.save("nowhere", extra={"a": average})):
-                with pytest.raises(zf.StateError):
+                with pytest.raises(zf.errors.StateError):
                     act()
             zf.save_pretrained(model, tmp_path)  # what is shown
             elsewhere.step()
@@ -125,9 +125,9 @@ def test_an_average_refuses_what_it_cannot_follow_and_gives_parameters_back(stag
         optimizer.step()
         average.update()
         if stage != "plain":
-            with zf.unsharded(model), pytest.raises(zf.StaleError):
+            with zf.unsharded(model), pytest.raises(zf.errors.StaleError):
                 average.update()
-            with zf.accumulate(model), pytest.raises(zf.StateError), average.shown():
+            with zf.accumulate(model), pytest.raises(zf.errors.StateError), average.shown():
                 pass
         model.enter.requires_grad_(False)
         average.update()
@@ -135,7 +135,7 @@ def test_an_average_refuses_what_it_cannot_follow_and_gives_parameters_back(stag
         edited = copy.deepcopy(model)
         kept = zf.ema(edited)
         edited.double()
-        with pytest.raises(zf.StaleError):
+        with pytest.raises(zf.errors.StaleError):
             kept.update()
 
 

@@ -27,7 +27,7 @@ from tests.support.seeds import seed_generator
 from tests.support.wholes import fulls
 from tests.support.worlds import ALL, WIDTH, Tower, differences, noise
 from tests.units.checkpoint.worlds import differing, everything
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the extra [test] is not installed")
 
@@ -176,7 +176,7 @@ def test_everything_may_rest_in_a_tier(ranks, tmp_path):
 @on_ranks(1)
 def test_states_that_are_loaded_or_moved_again_take_no_more_room(folder):
     """Each load took as much again: the places of the states before were never given back."""
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     optimizer = zf.streamed(zf.by_owner(torch.optim.Muon(matrices)), zf.nvme(folder))
     model(noise(2, WIDTH, seed=0)).sum().backward()
@@ -223,7 +223,7 @@ def _between_stock_and_owners(make, folder):
 
     def made(seed, is_stock):
         seed_generator(seed)
-        model = zf.zero3(Tower(), axis())
+        model = zf.shard_params(Tower(), axis())
         optimizer = make(model.parameters())
         return model, optimizer if is_stock else zf.by_owner(optimizer, batch=600)
 
@@ -276,9 +276,9 @@ class Coupled(torch.optim.SGD):
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, Coupled])
 @on_ranks(2)
 def test_an_optimizer_that_couples_parameters_is_refused_and_stays_as_it_was(make):
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     optimizer, before = make(model.parameters()), fulls(model.parameters())
-    with pytest.raises(zf.PlacementError):
+    with pytest.raises(zf.errors.PlacementError):
         zf.by_owner(optimizer)
     assert all(map(torch.equal, fulls(model.parameters()), before))
     optimizer.state_dict()
@@ -305,7 +305,7 @@ test_refusals = refusals(
 
 @on_ranks(1)
 def test_an_optimizer_has_one_place_and_no_copies():
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     inner = torch.optim.Adagrad(model.parameters())
     optimizer = zf.by_owner(inner)
     for act in (
@@ -317,7 +317,7 @@ def test_an_optimizer_has_one_place_and_no_copies():
         lambda: pickle.dumps(optimizer),
         lambda: torch.save(optimizer, io.BytesIO()),
     ):
-        with pytest.raises(zf.StateError):
+        with pytest.raises(zf.errors.StateError):
             act()
 
 
@@ -331,9 +331,9 @@ def _torn(stage, has_none):
     model.blocks[2].up.weight.grad = None
     if has_none and dist.get_rank():
         optimizer.zero_grad()
-    with pytest.raises((zf.DisagreementError, zf.LostRankError)) as caught:
+    with pytest.raises((zf.errors.DisagreementError, zf.errors.LostRankError)) as caught:
         optimizer.step()
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         optimizer.step()
     return type(caught.value).__name__
 
@@ -373,9 +373,9 @@ def _lost(stage):
         inner.is_armed = is_armed and dist.get_rank() == 1
         try:
             optimizer.step()
-        except (ArithmeticError, zf.LostRankError, zf.StateError) as error:
+        except (ArithmeticError, zf.errors.LostRankError, zf.errors.StateError) as error:
             told.append(type(error).__name__)
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         optimizer.state_dict()
     return told
 
@@ -388,7 +388,7 @@ def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(stage):
 
 @on_ranks(1)
 def test_a_step_that_failed_is_not_saved_and_a_checkpoint_ends_it(folder):
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     optimizer = zf.by_owner(inner := Raising(model.parameters(), lr=0.1))
     zf.save(f"{folder}/step-1", model, optimizer)
     model(noise(2, WIDTH, seed=0)).sum().backward()
@@ -398,7 +398,7 @@ def test_a_step_that_failed_is_not_saved_and_a_checkpoint_ends_it(folder):
     inner.is_armed = False
     with refused("step_by_owners_after_one_that_failed"):
         optimizer.step()
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         zf.save(f"{folder}/step-2", model, optimizer)
     zf.load(folder, model, optimizer)
     optimizer.step()

@@ -251,7 +251,7 @@ def test_sharded_parts_train_inside_ddp_that_ignores_them():
         torch.manual_seed(0)
         model = Stack()
         if is_sharded:
-            model.layers = zf.zero3(model.layers, axis())
+            model.layers = zf.shard_params(model.layers, axis())
             ignored = [name for name, _ in model.named_parameters() if name.startswith("layers")]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         wrapped = DistributedDataParallel(model)

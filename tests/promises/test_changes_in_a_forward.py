@@ -104,13 +104,13 @@ def test_what_a_forward_changes_in_place_is_refused(name, stage):
     before = fulls(model.parameters())
     x = torch.arange(6).view(2, 3) if name == "max_norm" else torch.ones(2, 3, WIDTH, requires_grad=True)
     for mode in (nullcontext(), torch.no_grad(), torch.inference_mode()):
-        with mode, pytest.raises(zf.PlacementError, match=f"changed '0.{parameter}' in place"):
+        with mode, pytest.raises(zf.errors.PlacementError, match=f"changed '0.{parameter}' in place"):
             model(x)
     assert stage != "zero3" or all(map(torch.equal, before, fulls(model.parameters())))
     model[1](torch.ones(2, WIDTH)).sum().backward()
     assert model[1].weight.grad is not None
     alone = STAGES[stage](build(), axis())
-    with pytest.raises(zf.PlacementError, match=f"changed '{parameter}' in place"):
+    with pytest.raises(zf.errors.PlacementError, match=f"changed '{parameter}' in place"):
         alone(x)
     is_at_rest = [unit.gather.is_at_rest for unit in units_of(alone)]
     assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
@@ -143,13 +143,13 @@ def test_changes_are_refused_on_all_axes_and_tiers(folder):
         models.append(STAGES[stage](Several(), axis()))
         models[-1].compile(backend="aot_eager")
     for model in models:
-        with pytest.raises(zf.PlacementError):
+        with pytest.raises(zf.errors.PlacementError):
             model(_tokens(0))
     mesh = grid("dp", "tp")
     for place in (zf.shard_grads, zf.shard_params):
         model = place(parallelized(mesh["tp"]), mesh["dp"])
         model.blocks[1].up.register_forward_pre_hook(_shrink)
-        with pytest.raises(zf.PlacementError):
+        with pytest.raises(zf.errors.PlacementError):
             model(batch(0, 0)[0])
 
 
@@ -157,10 +157,10 @@ def test_changes_are_refused_on_all_axes_and_tiers(folder):
 @on_ranks(2)
 def test_a_change_of_a_copy_in_another_dtype_is_refused(infers):
     """Also where whole parameters are registered: it is not they that change."""
-    model = zf.precision(zf.zero1(Clamped(), axis()), compute=torch.bfloat16)
+    model = zf.precision(zf.shard_optimizer(Clamped(), axis()), compute=torch.bfloat16)
     before = fulls(model.parameters())
     for block in (nullcontext(), zf.accumulate(model, unshard=True), zf.unsharded(model, writeback=True)):
-        with pytest.raises(zf.PlacementError), block, torch.inference_mode(infers):
+        with pytest.raises(zf.errors.PlacementError), block, torch.inference_mode(infers):
             model(torch.ones(2, WIDTH))
         assert all(map(torch.equal, before, fulls(model.parameters())))
 
@@ -316,7 +316,7 @@ class Wide(nn.Sequential):
 def test_a_router_sees_its_rounded_weight_in_the_dtype_that_it_asks_for():
     """Under `precision`. The resting one is not cast."""
     plain = Wide(nn.Linear(WIDTH, 5))
-    model = zf.precision(zf.zero3(plain, axis()))
+    model = zf.precision(zf.shard_params(plain, axis()))
     x, (weight, bias) = noise(3, WIDTH, seed=1).bfloat16(), plain.parameters()
     assert torch.equal(model(x), F.linear(x.float(), weight.bfloat16().float(), bias.bfloat16().float()))
     model(x).sum().backward()
@@ -326,7 +326,7 @@ def test_a_router_sees_its_rounded_weight_in_the_dtype_that_it_asks_for():
 @on_ranks(2)
 def test_tensors_that_stand_in_may_be_changed():
     """They are the user's: tensors of inference, which count no changes."""
-    model = zf.zero3(Clamped(), axis())
+    model = zf.shard_params(Clamped(), axis())
     with zf.unsharded(model), torch.inference_mode():
         weight = torch.full((WIDTH, 7), 0.5)
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -343,7 +343,7 @@ class ThroughData(nn.Linear):
 @on_ranks(2)
 def test_what_changes_through_data_is_dropped_with_the_whole():
     """A limit (docs/limits.md)."""
-    model = zf.zero3(nn.Sequential(ThroughData(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), axis())
+    model = zf.shard_params(nn.Sequential(ThroughData(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), axis())
     before = fulls(model.parameters())
     model(torch.ones(2, WIDTH)).sum().backward()
     assert all(map(torch.equal, before, fulls(model.parameters())))

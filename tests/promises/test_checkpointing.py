@@ -137,7 +137,7 @@ test_a_recomputed_model_trains = each_as_replicas(MODELS)
 def test_selective_checkpoints_around_units_are_refused(stage):
     """Where parameters are whole, nothing is gathered in them, and they work."""
     model, x = STAGES[stage](SelectiveAround(), axis()), noise(3, 6, seed=0).requires_grad_()
-    with pytest.raises(zf.StateError, match="inside a selective checkpoint"):
+    with pytest.raises(zf.errors.StateError, match="inside a selective checkpoint"):
         model(x)
     with zf.accumulate(model, unshard=True):
         model(x).sum().backward()

@@ -74,9 +74,9 @@ def _copies(transform, n):
     ("transform", "pieces", "n"),
     [
         # ZeRO-3 gathers each layer in forward, and again in backward all but the last.
-        *((zf.zero3, lambda n: (2 * LAYERS - 1) * (n + 1) + LAYERS * (n - 1), n) for n in (2, 4)),
-        (zf.zero2, lambda n: LAYERS * n + LAYERS * (n - 1), 4),
-        (zf.zero1, lambda n: LAYERS * n + LAYERS * (n - 1), 2),
+        *((zf.shard_params, lambda n: (2 * LAYERS - 1) * (n + 1) + LAYERS * (n - 1), n) for n in (2, 4)),
+        (zf.shard_grads, lambda n: LAYERS * n + LAYERS * (n - 1), 4),
+        (zf.shard_optimizer, lambda n: LAYERS * n + LAYERS * (n - 1), 2),
         (zf.replicate, lambda n: LAYERS * n + LAYERS * (n - 1), 4),  # gradients are gathered in place of parameters
     ],
     ids=["zero3 on 2", "zero3 on 4", "zero2 on 4", "zero1 on 2", "replicate on 4"],

@@ -18,7 +18,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import ALL, WIDTH, Tower, as_replicas, noise
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 
 
 @as_replicas()
@@ -108,7 +108,7 @@ class Grouped(nn.Module):
 def test_process_groups_of_a_module_are_shared_by_its_copy():
     """It could not be copied."""
     model = Grouped()
-    twin = zf.zero3(model, axis())
+    twin = zf.shard_params(model, axis())
     assert twin.group is model.group and torch.equal(twin(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 

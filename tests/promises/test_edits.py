@@ -95,10 +95,10 @@ def test_what_is_assigned_to_data_is_kept_through_the_next_use(move, is_plain):
 
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data():
-    model = zf.zero3(nn.Linear(4, 6), axis())
+    model = zf.shard_params(nn.Linear(4, 6), axis())
     whole = full(model.weight)
     for value in (torch.ones(6, 3), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
-        with pytest.raises(zf.PlacementError):
+        with pytest.raises(zf.errors.PlacementError):
             model.weight.data = value
     with refused("data_of_a_parameter_was_assigned"):
         model.weight.data = torch.ones(6, 4).double()
@@ -169,8 +169,8 @@ def test_a_module_that_was_donated_holds_nothing_and_runs_no_more():
     with alone() as mesh:
         plain = Tower()
         zf.shard_params(plain, mesh, donate=True)
-        assert zf.held(plain).parameters == 0
-        for use in (lambda: plain(torch.ones(2, WIDTH)), lambda: zf.zero3(plain, mesh)):
+        assert zf.memory(plain).parameters == 0
+        for use in (lambda: plain(torch.ones(2, WIDTH)), lambda: zf.shard_params(plain, mesh)):
             with refused("module_was_donated"):
                 use()
 
@@ -231,23 +231,23 @@ def test_what_comes_late_is_refused_by_the_next_forward_and_by_check(stage, case
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     add(model)
     for use in (lambda: model(x), lambda: model.blocks[0](torch.ones(2, 7)), lambda: zf.check(model, optimizer)):
-        with pytest.raises(zf.PlacementError, match=rf"'{name}' was (added|replaced) after the transform"):
+        with pytest.raises(zf.errors.PlacementError, match=rf"'{name}' was (added|replaced) after the transform"):
             use()
 
 
 @on_ranks(2)
 def test_a_model_runs_on_without_what_came_late():
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     x = noise(2, WIDTH, seed=0)
     expected = model(x)
     model.adapter, model.extra = Adapter(), nn.Parameter(torch.ones(3))
     for name in ("extra", "adapter"):
-        with pytest.raises(zf.PlacementError, match=name):
+        with pytest.raises(zf.errors.PlacementError, match=name):
             model(x)
         delattr(model, name)
     assert torch.equal(model(x), expected)
     head, model.leave = model.leave, nn.Linear(7, WIDTH)
-    with pytest.raises(zf.PlacementError, match=r"'leave.weight' was added"):
+    with pytest.raises(zf.errors.PlacementError, match=r"'leave.weight' was added"):
         model(x)
     model.leave = head
     assert torch.equal(model(x), expected)
@@ -292,7 +292,7 @@ def _pruned(kind, world):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         for module in () if world.is_replica else (model.blocks[1].up, model.blocks[2].up):
-            with pytest.raises(zf.PlacementError, match=r"'blocks\.[12]\.up\..*' was to be pruned"):
+            with pytest.raises(zf.errors.PlacementError, match=r"'blocks\.[12]\.up\..*' was to be pruned"):
                 PRUNINGS[kind](module)
         world.train(model, optimizer, step)
     world.note_model(model)

@@ -114,10 +114,10 @@ def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path):
     tried = [Setting(**each) for each in measured_disk["tried"]]
     assert max(tried, key=lambda each: each.pace) == tried[0]
     assert (tried[0].engine, tried[0].block_nbytes, tried[0].at_once) == (best.engine, best.block_nbytes, best.at_once)
-    links = zf.LinkSpeeds.read(out)
+    links = zf.planning.LinkSpeeds.read(out)
     assert min(links.memory, links.disk_read, links.disk_write, links.sent["dp"]) > 0
     with pretended(2) as mesh:
-        assert zf.autoplan(nn.Linear(4, 4), mesh, "1GiB", links=links, tier=zf.nvme(disk)).best.fits
+        assert zf.planning.autoplan(nn.Linear(4, 4), mesh, "1GiB", links=links, tier=zf.nvme(disk)).best.fits
 
 
 @pytest.mark.nightly

@@ -97,7 +97,7 @@ def test_a_hook_that_raises_leaves_nothing(world, where, inside, error):
     model = world.build(Tower)
     optimizer = _adam(model)
     world.train(model, optimizer, 0)
-    resting = 0 if world.is_replica else zf.held(model).parameters
+    resting = 0 if world.is_replica else zf.memory(model).parameters
     module = model.get_submodule(inside)
     is_before, prepend = where in ("first of all", "before"), where in ("first of all", "after")
     register = module.register_forward_pre_hook if is_before else module.register_forward_hook
@@ -108,7 +108,7 @@ def test_a_hook_that_raises_leaves_nothing(world, where, inside, error):
     if error is _raise:
         assert _packing(False) is None, "tensors are packed outside a forward"
         is_over = (where, inside) == ("last of all", "")  # then what the backward needs first is kept
-        assert world.is_replica or is_over or zf.held(model).parameters == resting, "a unit stayed gathered"
+        assert world.is_replica or is_over or zf.memory(model).parameters == resting, "a unit stayed gathered"
         _require_names_of_resting_parameters(model)
     world.train(model, optimizer, 2)
     assert _packing(False) is None

@@ -180,7 +180,7 @@ def test_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_
     with refused("gradients_are_vectorized"):
         torch.autograd.grad(model(x)[0, :2], parameters, torch.eye(2), is_grads_batched=True)
     (first, *_) = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         torch.autograd.grad(first.sum().reshape(1), parameters, torch.ones(2, 1), is_grads_batched=True)
     found, expected = (jacobian(lambda x, m=m: m(x)[0, :2], x, vectorize=True) for m in (model, reference))
     assert torch.equal(found, expected)

@@ -178,10 +178,10 @@ def test_hooks_of_before_and_after_the_transform_see_whole_parameters():
             found.append(type(module.gate) is Tensor)
 
         model = nn.Sequential(Block(7), Block(7))
-        model = model if registers_first else zf.zero3(model, axis(), units=Block)
+        model = model if registers_first else zf.shard_params(model, axis(), units=Block)
         model[1].register_forward_pre_hook(look)
         model[1].register_forward_hook(look)
-        model = zf.zero3(model, axis(), units=Block) if registers_first else model
+        model = zf.shard_params(model, axis(), units=Block) if registers_first else model
         model(noise(2, 7, seed=0))
         assert found == [True, True]
 

@@ -27,7 +27,7 @@ from tests.support.wholes import full
 _ROOT = os.path.dirname(zf.__file__) + os.sep
 _WIDTH = 8
 
-_OUT_OF_STEP = (zf.LostRankError, zf.DisagreementError)
+_OUT_OF_STEP = (zf.errors.LostRankError, zf.errors.DisagreementError)
 _MESSAGES = ("transport/", "one_host/", "kernels/")
 """Where a message is under way: some ranks may be interrupted when it has left, others before."""
 
@@ -204,7 +204,7 @@ def interrupted(where, acts, count, number, folder):
         For each interrupt its file, whether it came, and whether ranks were told that they are out of step; then it ends.
     """
     draw, found = random.Random(number + crc32(f"{where}, {acts}".encode())), []
-    with zf.guard(deadline_s=5), nullcontext(axis()) if dist.is_initialized() else alone() as mesh:
+    with zf.distributed.set_deadline(5), nullcontext(axis()) if dist.is_initialized() else alone() as mesh:
         patient = Patient(where, folder, mesh)
         for act in acts:
             for _ in range(2):  # the second time, what is made once is made

@@ -47,7 +47,7 @@ def _on_meta(stage):
         blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10)) for _ in range(3)))
         model = STAGES[stage](nn.Sequential(nn.Embedding(37, 10), Positions(), blocks, nn.Linear(10, 37)), axis())
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert zf.held(model).parameters == 0
+    assert zf.memory(model).parameters == 0
     return model
 
 
@@ -73,7 +73,7 @@ def test_an_optimizer_that_cannot_follow_is_refused():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     kept = [weakref.ref(parameter) for parameter in model.parameters()]
     zf.materialize(model, "cpu")
-    with pytest.raises(zf.StaleError, match="memory for what was on meta"):
+    with pytest.raises(zf.errors.StaleError, match="memory for what was on meta"):
         _step(model, optimizer)
     assert kept
 
@@ -105,8 +105,11 @@ def _shared():
 @on_ranks(2)
 def test_materialize_names_what_nobody_wrote():
     with torch.device("meta"):
-        table, shared = zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis()), zf.zero3(_shared(), axis())
-    with pytest.raises(zf.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
+        table, shared = (
+            zf.shard_params(nn.Sequential(nn.Linear(4, 4), Table()), axis()),
+            zf.shard_params(_shared(), axis()),
+        )
+    with pytest.raises(zf.errors.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
         zf.materialize(table, "cpu")
     table[1].left_out.fill_(2)
     zf.materialize(table, "cpu")  # what is in memory stays
@@ -139,10 +142,10 @@ def test_what_to_empty_left_without_values_is_refused_or_warned_of(kind):
     where a module around the transformed one was emptied."""
     values = nn.Sequential(Rotary(), nn.Linear(6, 2)).state_dict()
     with torch.device("meta"):
-        model = STAGES.get(kind, zf.zero3)(nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
+        model = STAGES.get(kind, zf.shard_params)(nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
     model = copy.deepcopy(model) if kind == "twin" else model
     (nn.ModuleList([model]) if kind == "around" else model).to_empty(device="cpu")
-    with pytest.raises(zf.ShardedAccessError):
+    with pytest.raises(zf.errors.ShardedAccessError):
         model[1].reset_parameters()
     model.load_state_dict(values)
     errors._said.clear()

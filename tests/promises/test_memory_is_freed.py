@@ -25,10 +25,10 @@ from tests.support.storages import Storages
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.one_host.arena import Arena
-from zero_fn.resting import local_of
 from zero_fn.runtime.group import Buffer
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.storage import pool
+from zero_fn.values.dtensors import local_of
 
 # -- with the step, and with the model --------------------------------------------------------------------------------
 
@@ -101,13 +101,13 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage, recycle
     try:
         with recycled, _watched() as storages:
             model = STAGES[stage](Tower(), axis())
-            kept, resting = _alive(storages), zf.held(model).parameters
+            kept, resting = _alive(storages), zf.memory(model).parameters
             assert kept == sum(len(unit.memory.groups) for unit in units_of(model))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             PROGRAMS[program](model, optimizer)
             if program in ("train", "evaluate", "fail"):
                 assert _alive(storages) == kept, "gathered parameters were not freed"
-                assert zf.held(model).parameters == resting
+                assert zf.memory(model).parameters == resting
             if stage == "zero3" and program == "train":
                 assert len(storages) >= kept + 4, "nothing was gathered"
             watched = [weakref.ref(each) for each in (model, *units_of(model), *runs_of(model, verb="test"))]
@@ -127,11 +127,11 @@ def test_an_evicted_model_has_no_memory(stage):
         model = STAGES[stage](Tower(), axis())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         _train(model, optimizer)
-        held = zf.held(model).parameters
+        held = zf.memory(model).parameters
         away = evicted(model, optimizer)
         assert _alive(storages) == 0
         away.restore()
-        assert zf.held(model).parameters == held
+        assert zf.memory(model).parameters == held
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -194,7 +194,7 @@ class Adapted(Layer):
 
 def _peak(layers, kind):
     """Storages above the resting parameters and gradients, and arena blocks, at most, in units."""
-    model = zf.zero3(nn.Sequential(*(kind(WIDE, 4 * WIDE) for _ in range(layers))), axis())
+    model = zf.shard_params(nn.Sequential(*(kind(WIDE, 4 * WIDE) for _ in range(layers))), axis())
     unit_nbytes = sum(parameter.numel() for parameter in model[0].parameters()) * 4
     arena_nbytes, allocate = [0], Arena.allocate
 
@@ -208,7 +208,7 @@ def _peak(layers, kind):
             model.zero_grad()
             with Storages() as storages:
                 model(torch.randn(1, WIDE, requires_grad=True)).square().mean().backward()
-                gradients = zf.held(model).gradients
+                gradients = zf.memory(model).gradients
     return (storages.peak - gradients) / unit_nbytes, max(arena_nbytes) / unit_nbytes
 
 

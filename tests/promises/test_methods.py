@@ -58,12 +58,12 @@ def test_declared_methods_gather_as_forward_does(world, order):
     if not world.is_replica:
         names = ("encode", "blocks.1.halved")
         if order == "before":
-            model = world.place(zf.gather_in(model, *names))
+            model = world.place(zf.register_forward_method(model, *names))
         elif order == "between":
-            model = zf.shard_optimizer(zf.gather_in(zf.replicate(model, axis()), *names), axis())
+            model = zf.shard_optimizer(zf.register_forward_method(zf.replicate(model, axis()), *names), axis())
             model = world.place(model)
         else:
-            model = zf.gather_in(world.place(model), *names)
+            model = zf.register_forward_method(world.place(model), *names)
             model = copy.deepcopy(model) if order == "deepcopy" else model
         assert "enter" not in vars(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -79,7 +79,7 @@ def test_declared_methods_gather_as_forward_does(world, order):
 
 @on_ranks(2)
 def test_undeclared_methods_work_through_modules_and_raise_at_weights():
-    model = zf.zero3(Coder(), axis())
+    model = zf.shard_params(Coder(), axis())
     x = noise(4, WIDTH, seed=0)
     before = parameters(model)
     model.decode(noise(4, 7, seed=0)).sum().backward()  # calls modules only
@@ -93,5 +93,5 @@ def test_undeclared_methods_work_through_modules_and_raise_at_weights():
     assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
     model(x).sum().backward()
     for name in ("stream", "later", "none"):
-        with pytest.raises(zf.LayoutError):
-            zf.gather_in(model, name)
+        with pytest.raises(zf.errors.LayoutError):
+            zf.register_forward_method(model, name)

@@ -38,7 +38,7 @@ class Kept:
 
 
 def built(**offloaded):
-    model = zf.zero3(nn.Sequential(*(Layer(32) for _ in range(4))), axis(), units=Layer)
+    model = zf.shard_params(nn.Sequential(*(Layer(32) for _ in range(4))), axis(), units=Layer)
     if offloaded:
         model = zf.offload(model, **offloaded)
     optimizer = AdamW(model.parameters(), fused=True)
@@ -205,7 +205,7 @@ def test_few_numbers_make_no_spike():
 
 def test_mistakes_are_refused():
     with alone() as mesh:
-        model = zf.zero3(Layer(), mesh)
+        model = zf.shard_params(Layer(), mesh)
         optimizer = AdamW(model.parameters())
         with refused("metrics_of_no_step"):
             zf.metrics(model, optimizer, every=0)
@@ -213,8 +213,8 @@ def test_mistakes_are_refused():
             zf.metrics(model, optimizer, on_spike="stop")
         with refused("spikes_load_from_nowhere"):
             zf.metrics(model, optimizer, on_spike="load")
-        with pytest.raises(zf.ConfigError):
+        with pytest.raises(zf.errors.ConfigError):
             zf.metrics(model, optimizer, sinks=["nowhere"])
-        with pytest.raises(zf.StateError):
+        with pytest.raises(zf.errors.StateError):
             zf.metrics(nn.Linear(2, 2), optimizer)
     assert watching.watchers == () and not optimizer._optimizer_step_pre_hooks

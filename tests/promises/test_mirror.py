@@ -53,7 +53,7 @@ def _nothing_is_left(tmp_path):
 
 def made(seed):
     torch.manual_seed(seed)
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
@@ -72,7 +72,7 @@ def sums(model):
 def _copied(folder, steps, every=1):
     """Trains, with a copy of each step; what the model was after each, and where the copies are."""
     (model, optimizer), found = made(0), {}
-    mirror = zf.mirror(folder, model, optimizer, every=every)
+    mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=every)
     for step in range(1, steps + 1):
         trained(model, optimizer, step)
         mirror.update(extra={"step": step})
@@ -122,7 +122,7 @@ def test_a_copy_is_resumed_on_any_number_of_ranks(ranks, tmp_path, before, after
 def test_the_newest_of_memory_and_disk_is_resumed(ranks, tmp_path):
     def run(folder):
         model, optimizer = made(0)
-        mirror = zf.mirror(folder, model, optimizer, every=1)
+        mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
         expected, got = [], []
         for step, how in enumerate(["memory", "disk", "memory", "both", "disk"], 1):
             trained(model, optimizer, step)
@@ -202,7 +202,7 @@ def test_a_copy_that_is_not_complete_is_not_used(kind, folder):
         elif "part" in kind:
             assert _resumed(folder) is None, "it was never complete"
         else:
-            with pytest.raises((zf.CheckpointError, zf.StorageError)):
+            with pytest.raises((zf.errors.CheckpointError, zf.errors.StorageError)):
                 _resumed(folder)
 
 
@@ -212,7 +212,7 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks, tmp_path)
     def endless(folder, seconds):
         model, optimizer = made(0)
         said = zf.resume(folder, model, optimizer)
-        mirror, first = zf.mirror(folder, model, optimizer, every=1), said["step"] if said else 0
+        mirror, first = zf.checkpoint.memory_copies(folder, model, optimizer, every=1), said["step"] if said else 0
         for step in itertools.count(first + 1):
             trained(model, optimizer, step)
             mirror.update(extra={"step": step})
@@ -224,7 +224,7 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks, tmp_path)
     for number in range(6):
         fresh = Ranks()
         try:
-            with pytest.raises(zf.StateError, match="SIGKILL"):
+            with pytest.raises(zf.errors.StateError, match="SIGKILL"):
                 fresh(2).run(endless, str(folder), 0.01 + 0.03 * number)
         finally:
             fresh.close()
@@ -242,7 +242,7 @@ def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks, tmp_p
 
     def run(folder):
         model, optimizer = made(0)
-        mirror = zf.mirror(folder, model, optimizer, every=1)
+        mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
         trained(model, optimizer, 1)
         real, calls = RankMeeting.agree, []
 
@@ -250,12 +250,12 @@ def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks, tmp_p
             found = real(self, *args, **options)
             calls.append(found)
             if len(calls) == 3 and dist.get_rank():  # begin, room, end
-                raise zf.LostRankError("Rank 0 has ended.", fix="start all again")
+                raise zf.errors.LostRankError("Rank 0 has ended.", fix="start all again")
             return found
 
         with mock.patch.object(RankMeeting, "agree", agree):
             mirror.update(extra={"step": 1})
-            with pytest.raises(zf.LostRankError) if dist.get_rank() else contextlib.nullcontext():
+            with pytest.raises(zf.errors.LostRankError) if dist.get_rank() else contextlib.nullcontext():
                 wait_for_saving()
         dist.barrier()
         return _resumed(folder), sums(model)
@@ -268,12 +268,12 @@ def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks, 
     def run(folder):
         found, path = _copied(folder, 2)
         model, optimizer = made(0)
-        mirror = zf.mirror(folder, model, optimizer, every=1)
+        mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
         real = os.pwrite
         fails = OSError(28, "No space left on device")
         with mock.patch("os.pwrite", side_effect=fails if dist.get_rank() else real):
             mirror.update(extra={"step": 9})
-            with pytest.raises(zf.StorageError, match=r"No space left|failed on rank 1"):
+            with pytest.raises(zf.errors.StorageError, match=r"No space left|failed on rank 1"):
                 mirror.update(extra={"step": 10})
         dist.barrier()
         assert len(copies(path)) == 1, "what is not complete takes room"
@@ -318,7 +318,7 @@ def test_a_copy_every_so_many_steps_has_the_bytes_that_were_planned(every, folde
         assert zf.plan(model, mirror=True).mirror_nbytes == planned.mirror_nbytes
         model(torch.randn(2, 256)).sum().backward()
         optimizer.step()
-        mirror = zf.mirror(f"{folder}/{stage}", model, optimizer, every=every)
+        mirror = zf.checkpoint.memory_copies(f"{folder}/{stage}", model, optimizer, every=every)
         assert [mirror.update() for _ in range(5)] == [number % every == 0 for number in range(5)]
         assert planned.mirror_nbytes == pytest.approx(mirror.nbytes, rel=0.01), stage
 
@@ -330,34 +330,34 @@ def test_a_copy_every_so_many_steps_has_the_bytes_that_were_planned(every, folde
 def test_a_second_mirror_of_a_folder_is_refused_on_every_rank_until_the_first_is_gone(folder):
     """The copies of two models would be taken for copies of one."""
     model, other = made(0)[0], made(1)[0]
-    first = [zf.mirror(folder, model, every=1)]
+    first = [zf.checkpoint.memory_copies(folder, model, every=1)]
     for _ in range(2):
-        with pytest.raises(zf.StateError):
-            zf.mirror(folder, other, every=1)
+        with pytest.raises(zf.errors.StateError):
+            zf.checkpoint.memory_copies(folder, other, every=1)
         if dist.get_rank() == 1:
             first.clear()  # gone on one rank only: it hears that it is there on another
     dist.barrier()
     first.clear()
     for each in (other, model):
-        mirror = zf.mirror(folder, each, every=1)
+        mirror = zf.checkpoint.memory_copies(folder, each, every=1)
         mirror.update(extra={"step": 1})
         mirror.close()
 
 
 def test_a_run_beside_it_in_the_same_folder_is_refused_and_one_after_it_is_not(tmp_path):
-    code = f"import zero_fn as zf; from torch import nn; m = zf.mirror({str(tmp_path)!r}, nn.Linear(2, 2)); "
+    code = f"import zero_fn as zf; from torch import nn; m = zf.checkpoint.memory_copies({str(tmp_path)!r}, nn.Linear(2, 2)); "
     other = started(code + "import os; os.fork() or os.setsid(); print(1, flush=True); import time; time.sleep(60)")
     other.stdout.readline()
     with refused("mirror_of_two_models"):
-        zf.mirror(tmp_path, nn.Linear(2, 2))
+        zf.checkpoint.memory_copies(tmp_path, nn.Linear(2, 2))
     other.kill()  # the child that it has forked goes on
     other.wait()
-    zf.mirror(tmp_path, nn.Linear(2, 2)).close()
+    zf.checkpoint.memory_copies(tmp_path, nn.Linear(2, 2)).close()
 
 
 def _without_room(folder):
     small = mock.patch("os.statvfs", return_value=mock.Mock(f_bavail=2, f_frsize=4096))
-    with contextlib.closing(zf.mirror(folder, nn.Linear(64, 64))) as mirror, small:
+    with contextlib.closing(zf.checkpoint.memory_copies(folder, nn.Linear(64, 64))) as mirror, small:
         mirror.update()
 
 
@@ -391,7 +391,7 @@ def test_whatever_ranks_do_beside_a_save_in_the_background_it_is_complete(ranks,
                 trained(model, optimizer, 1)
                 zf.save(f"{folder}/step-1", model, optimizer, background=True)
             if then == "mirror":
-                zf.mirror(folder, model, optimizer).close()
+                zf.checkpoint.memory_copies(folder, model, optimizer).close()
             elif then == "save_states":
                 save_states(Path(folder) / "states", [model], [])
             wait_for_saving()
@@ -428,12 +428,12 @@ def test_another_user_can_neither_read_it_nor_make_it():
     assert _as_another_user(lambda: print((folder.path / "secret").read_text())) == "PermissionError"
     folder.close()
     assert _as_another_user(lambda: SharedFolder.path_of(OWN + "a1").mkdir(0o777)) == "done"
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         SharedFolder(OWN + "a1")
     SharedFolder.path_of(OWN + "a1").rmdir()
     open_to_all = SharedFolder(OWN + "a3")
     open_to_all.path.chmod(0o755)
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         SharedFolder(OWN + "a3")
     open_to_all.close()
 

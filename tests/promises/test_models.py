@@ -197,13 +197,15 @@ def test_parameters_of_subclasses_are_refused_by_name():
             for count in (1, 2):  # several of them were said to share memory
                 model = nn.ParameterDict({f"weight{number}": make() for number in range(count)})
                 before = list(model.parameters())
-                for verb in (partial(zf.zero3, mesh=mesh), zf.precision, partial(zf.offload, optim=zf.cpu())):
-                    with pytest.raises(zf.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
+                for verb in (partial(zf.shard_params, mesh=mesh), zf.precision, partial(zf.offload, optim=zf.cpu())):
+                    with pytest.raises(
+                        zf.errors.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"
+                    ):
                         verb(model)
                 assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
         plain = nn.Linear(WIDTH, 4)
         plain.register_buffer("weight0", _two())
-        assert type(zf.zero3(plain, mesh).weight0) is TwoTensor
+        assert type(zf.shard_params(plain, mesh).weight0) is TwoTensor
 
 
 class SparseInFunction(nn.Module):
@@ -218,7 +220,7 @@ class SparseInFunction(nn.Module):
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
 def test_sparse_gradients_are_refused_by_name(stage):
-    with pytest.raises(zf.PlacementError):
+    with pytest.raises(zf.errors.PlacementError):
         STAGES[stage](nn.EmbeddingBag(8, 4, sparse=True, mode="sum"), axis())
     model = STAGES[stage](nn.Sequential(SparseInFunction(), nn.Linear(4, 3)), axis())
     with refused("gradient_is_sparse"):

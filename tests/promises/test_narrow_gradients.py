@@ -97,7 +97,7 @@ def _grads(model):
 
 @on_ranks(2)
 def test_hooks_copies_and_state_dicts_see_them():
-    model = zf.zero3(_narrow(_built()), axis())
+    model = zf.shard_params(_narrow(_built()), axis())
     optimizer = AdamW(model.parameters(), lr=1e-2)
     seen = []
     first = model.embedding.weight
@@ -107,7 +107,7 @@ def test_hooks_copies_and_state_dicts_see_them():
     wanted = _trained(model, optimizer)
     assert set(seen) == {NARROW}
     _require_same(_trained(other, AdamW(other.parameters(), lr=1e-2)), wanted, "a copy")
-    fresh = zf.zero3(_narrow(_built()), axis())
+    fresh = zf.shard_params(_narrow(_built()), axis())
     unstepped = AdamW(fresh.parameters())
     set_optimizer_state_dict(fresh, unstepped, get_optimizer_state_dict(fresh, unstepped))  # torch assigns wide zeros
     model(_batch(1)).float().sum().backward()
@@ -137,19 +137,19 @@ def test_norms_are_taken_in_float32():
 
 def test_what_cannot_work_is_refused():
     with alone() as mesh:
-        model = zf.zero3(_narrow(nn.Linear(4, 4)), mesh)
+        model = zf.shard_params(_narrow(nn.Linear(4, 4)), mesh)
         model(torch.ones(2, 4)).float().sum().backward()
         with refused("step_of_another_class_with_narrow_gradients"):  # its states would rest in bfloat16
             Rprop(model.parameters()).step()
         with refused("precision_of_integers"):  # torch does not add in 8 bits
             zf.precision(model, grads=torch.float8_e5m2)
         for options in ({"compute": torch.int8}, {"output": "float32"}):
-            with pytest.raises(zf.LayoutError):
+            with pytest.raises(zf.errors.LayoutError):
                 zf.precision(model, **options)
 
 
 @on_ranks(2)
 def test_ranks_with_other_dtypes_are_told():
-    model = zf.zero3(zf.precision(_built(), grads=NARROW if dist.get_rank() else None), axis())
-    with pytest.raises(zf.DisagreementError, match=r"fp32/bf16/fp32\n(.|\n)*fp32/bf16/fp32/bf16"):
+    model = zf.shard_params(zf.precision(_built(), grads=NARROW if dist.get_rank() else None), axis())
+    with pytest.raises(zf.errors.DisagreementError, match=r"fp32/bf16/fp32\n(.|\n)*fp32/bf16/fp32/bf16"):
         model(_batch(0))

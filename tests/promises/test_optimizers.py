@@ -118,7 +118,7 @@ def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stag
     plain = Tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     model = STAGES[stage](plain, axis())
-    says = refused if stage == "zero3" else lambda _: pytest.raises(zf.StaleError)
+    says = refused if stage == "zero3" else lambda _: pytest.raises(zf.errors.StaleError)
     with says("check_optimizer_of_the_module_before"):
         zf.check(model, optimizer)
     _loss(model, 0).backward()
@@ -130,7 +130,7 @@ def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stag
     late = torch.optim.AdamW(model.parameters(), lr=1e-2)
     zf.check(model, late)
     late.step()
-    with pytest.raises(zf.StaleError):  # a second transform replaces parameters too
+    with pytest.raises(zf.errors.StaleError):  # a second transform replaces parameters too
         zf.check(zf.precision(model, compute=torch.float64), late)
 
 
@@ -211,7 +211,7 @@ def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(stag
     _loss(model, 0).backward()
     before = fulls(model.parameters())
     for act in (optimizer.step, lambda: zf.check(model, optimizer)):
-        with pytest.raises(zf.PlacementError):
+        with pytest.raises(zf.errors.PlacementError):
             act()
     assert all(map(torch.equal, fulls(model.parameters()), before))
     assert not optimizer.state
@@ -259,7 +259,7 @@ def _interrupted(folder):
 test_refusals = refusals(
     {
         "check_optimizer_of_another_module": lambda model: zf.check(model, torch.optim.AdamW(Headed().parameters())),
-        "step_over_whole_tensors": lambda two: _step_of_adafactor(zf.zero3(Headed(), two)),
+        "step_over_whole_tensors": lambda two: _step_of_adafactor(zf.shard_params(Headed(), two)),
         "step_that_waits_is_interrupted": _interrupted,
     }
 )
@@ -267,12 +267,12 @@ test_refusals = refusals(
 
 @on_ranks(2)
 def test_states_that_one_rank_cannot_move_are_told_on_all(folder):
-    model = zf.zero3(nn.Linear(64, 64), axis())
+    model = zf.shard_params(nn.Linear(64, 64), axis())
     optimizer = torch.optim.AdamW(model.parameters())
     model(noise(2, 64, seed=0)).sum().backward()
     optimizer.step()
     fails = dist.get_rank() == 1
-    told = pytest.raises(zf.StorageError) if fails else refused("step_that_failed_on_another_rank")
+    told = pytest.raises(zf.errors.StorageError) if fails else refused("step_that_failed_on_another_rank")
     with failing(where=fails), told:
         zf.streamed(optimizer, zf.nvme(folder))
 
@@ -292,11 +292,11 @@ def _with_a_group(optimizer, odd):
 
 SMALL = zf.cpu(limit="4KiB")
 REFUSED = {
-    "by_owner": (lambda own: own, _as_owner, zf.PlacementError),
-    "a group": (zf.by_owner, _with_a_group, zf.PlacementError),
-    "a tier for states at owners": (zf.by_owner, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
-    "a tier for states in 8 bits": (zf.states8bit, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
-    "a tier": (lambda own: own, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
+    "by_owner": (lambda own: own, _as_owner, zf.errors.PlacementError),
+    "a group": (zf.by_owner, _with_a_group, zf.errors.PlacementError),
+    "a tier for states at owners": (zf.by_owner, lambda own, _: zf.streamed(own, SMALL), zf.errors.TierError),
+    "a tier for states in 8 bits": (zf.states8bit, lambda own, _: zf.streamed(own, SMALL), zf.errors.TierError),
+    "a tier": (lambda own: own, lambda own, _: zf.streamed(own, SMALL), zf.errors.TierError),
 }
 
 
@@ -309,7 +309,7 @@ def test_an_optimizer_that_is_refused_stays_as_it_was(row):
     seen = []
     for is_refused in (False, True):
         torch.manual_seed(0)
-        model = zf.zero3(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 40)), axis())
+        model = zf.shard_params(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 40)), axis())
         optimizer = make(torch.optim.AdamW(model.parameters(), lr=1e-2))
         for step in range(3):
             if is_refused and step == 1:

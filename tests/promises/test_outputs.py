@@ -154,7 +154,7 @@ def test_two_frozen_units_at_most_are_whole_whatever_their_outputs_are_in():
 
     with pretended(2) as mesh:
         layers = nn.Sequential(*(Hidden(note) for _ in range(5))).requires_grad_(False)
-        model = zf.zero3(layers, mesh, units=Hidden)
+        model = zf.shard_params(layers, mesh, units=Hidden)
         for _ in range(2):
             model(Opaque(torch.ones(2, 4, requires_grad=True)))._hidden.sum().backward()
     assert max(whole) == 2

@@ -220,7 +220,7 @@ test_what_takes_part_and_what_does_not_is_as_in_replicas = each_as_replicas(PROG
 
 @pytest.mark.parametrize("build", [Sighted, Heads])
 def test_units_that_ranks_run_unlike_one_another_are_refused(ranks, build):
-    with pytest.raises(zf.DisagreementError, match=r"unit (tower|heads|layers)\.\d"):
+    with pytest.raises(zf.errors.DisagreementError, match=r"unit (tower|heads|layers)\.\d"):
         ranks(2).run(differences, trained(build, one_backward), stages=["zero3"])
 
 

@@ -170,9 +170,9 @@ def test_a_placement_needs_what_the_plan_of_all_layers_says(name, codes):
         whole = zf.plan(placed, wanted.optimizer(placed.parameters()), backwards=2)
     assert few["sent"] == whole.sent_nbytes and few["in_flight"] == whole.in_flight_nbytes
     assert few["parameters"] + few["gradients"] == sum(
-        (whole.held.parameters, whole.held.gradients, whole.padding.parameters, whole.padding.gradients)
+        (whole.memory.parameters, whole.memory.gradients, whole.padding.parameters, whole.padding.gradients)
     )
-    assert few["optimizer"] == pytest.approx(whole.held.optimizer, rel=0.01 if codes else 0)
+    assert few["optimizer"] == pytest.approx(whole.memory.optimizer, rel=0.01 if codes else 0)
     assert few["latency"] == pytest.approx(sum(links.latency[n] * count for n, count in whole.collectives.items()))
 
 
@@ -204,7 +204,7 @@ def test_speeds_are_those_between_the_ranks_of_an_axis():
     assert links.latency["dp"] == pytest.approx(8.4e-6 + (128 - 16) * 3.4e-6 + 15 * 14e-6)
     wide = Machine(DEVICES["rtx4090"], per_node=4, network=12.5e9).links(("outer", 2, 16), ("inner", 16, 1))
     assert wide.sent == {"outer": 0.8 * 12.5e9 / 4, "inner": 0.8 * 12.5e9}
-    measured = zf.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e9}, 5e9, 6e9, 7e9)
+    measured = zf.planning.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e9}, 5e9, 6e9, 7e9)
     found = Machine(DEVICES["h100"], measured=measured).links(("dp", 8, 1))
     assert dataclasses.replace(found, latency={}) == measured
 
@@ -257,7 +257,7 @@ def test_what_the_command_cannot_know_it_says(program, capsys):
 
 
 def test_the_command_runs_as_a_module_and_reads_measured_links(program, tmp_path):
-    links = {"links": dataclasses.asdict(zf.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e5}, 5e9, 6e9, 7e9))}
+    links = {"links": dataclasses.asdict(zf.planning.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e5}, 5e9, 6e9, 7e9))}
     (tmp_path / "links.json").write_text(json.dumps(links))
     command = [sys.executable, "-m", "zero_fn", "plan", f"{program}:small", "--ranks", "2", "--json", "--all"]
     done = subprocess.run([*command, "--links", "links.json"], capture_output=True, text=True, timeout=120)
@@ -282,7 +282,7 @@ def test_bytes_of_a_row_are_held_by_a_run(program, ranks):
                 model(torch.zeros(4, 32, dtype=torch.long)).sum().backward()
             optimizer.step()
         assert zf.plan(model).collectives == {"dp": sent.calls["all-gather"] + sent.calls["reduce-scatter"]}
-        return zf.held(model, optimizer).total, sent.nbytes
+        return zf.memory(model, optimizer).total, sent.nbytes
 
     held, sent = map(max, zip(*ranks(2).run(run), strict=True))  # the first rank has the larger part
     assert row.proposal.nbytes - row.proposal.in_flight == held

@@ -8,7 +8,7 @@ import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 
 
 def _even():
@@ -26,7 +26,7 @@ def test_bytes_follow_the_formulas_of_the_paper(stage):
         with zf.traffic() as sent:
             model(torch.randn(2, 128)).square().mean().backward()
         optimizer.step()
-    held, whole = zf.held(model, optimizer), 4 * sum(p.numel() for p in model.parameters())
+    held, whole = zf.memory(model, optimizer), 4 * sum(p.numel() for p in model.parameters())
     shard = whole // n
     assert [held.parameters, held.gradients, held.optimizer] == {
         "replicate": [whole, whole, 2 * whole],
@@ -39,7 +39,7 @@ def test_bytes_follow_the_formulas_of_the_paper(stage):
     times = {"replicate": 2, "zero1": 2, "zero2": 2, "zero3": 3}[stage]
     assert sent.nbytes == times * volume - kept * (stage == "zero3")
     optimizer.zero_grad()
-    assert zf.held(model, optimizer).total == held.total - held.gradients
+    assert zf.memory(model, optimizer).total == held.total - held.gradients
 
 
 def _wide():
@@ -73,9 +73,9 @@ def test_narrow_values_take_the_bytes_that_they_have(kind):
             optimizer.step()
         plans.append(zf.plan(model, optimizer))
         wanted = each * 4 * 256 * 256
-        assert [zf.held(model, optimizer).total, *(plan.held.total for plan in plans)] == [wanted] * (len(plans) + 1), (
-            stage
-        )
+        assert [zf.memory(model, optimizer).total, *(plan.memory.total for plan in plans)] == [wanted] * (
+            len(plans) + 1
+        ), stage
         if kind == "narrow gradients":
             shards = 1 if stage == "replicate" else 2
             assert plans[-1].in_flight_nbytes >= 4 * 4 * 256 * 256 // shards, "a stock step widens them"

@@ -46,7 +46,7 @@ def test_tensors_in_records_are_cast(library):
     kind = Batch
     if library == "attrs":
         kind = pytest.importorskip("attrs").make_class("AttrsBatch", ["x", "mask", "inner"], frozen=True, slots=True)
-    model = zf.precision(zf.zero3(Masked(), axis()), compute=torch.bfloat16, output=torch.float64)
+    model = zf.precision(zf.shard_params(Masked(), axis()), compute=torch.bfloat16, output=torch.float64)
     given = kind(torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), [torch.ones(2, 6)])
     output = model(given)
     (seen,) = model.seen
@@ -170,11 +170,13 @@ def test_masters_are_those_of_weights_widened_before(stage, order, folder):
     assert model.scale.dtype == torch.bfloat16
     assert model.head.weight is model.embedding.weight
     assert all(map(torch.equal, _trained(model, adam(model)), _trained(expected, adam(expected))))
-    assert zf.held(model) == zf.held(expected)
+    assert zf.memory(model) == zf.memory(expected)
 
 
 @on_ranks(2)
 def test_masters_are_made_where_it_is_asked():
-    model = zf.precision(zf.zero3(_in_16_bits(), axis()), rest=torch.float32, where=lambda name, _: name[:4] != "norm")
+    model = zf.precision(
+        zf.shard_params(_in_16_bits(), axis()), rest=torch.float32, where=lambda name, _: name[:4] != "norm"
+    )
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"norm.weight", "norm.bias"}

@@ -221,7 +221,7 @@ def test_clocks_of_two_hosts_are_set_right():
 @on_ranks(2)
 def test_a_profile_that_saw_no_step_raises_on_all_ranks():
     model, optimizer = built()
-    with pytest.raises(zf.StateError), zf.profile(model) as profile:
+    with pytest.raises(zf.errors.StateError), zf.profile(model) as profile:
         if dist.get_rank() == 0:
             profile.step()
     with refused("profile_of_no_step"), zf.profile(model):
@@ -286,13 +286,13 @@ def test_nobody_looks_on_after_a_block_that_raised():
         raise ZeroDivisionError
     assert watching.watchers == ()
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         zf.profile(nn.Linear(2, 2))
 
 
 def test_one_rank_alone_is_profiled():
     with alone() as mesh:
-        model = zf.zero3(Block(), mesh)
+        model = zf.shard_params(Block(), mesh)
         profile = profiled(model, AdamW(model.parameters()), steps=2)
     assert profile.slowest is None and profile.overlap == [None]
     assert profile.numbers["ranks"] == 1 and profile.numbers["sent"] == {}

@@ -191,7 +191,7 @@ def test_a_replaced_forward_of_the_root_stays(world):
     model = world.build(Model, units=Block)
     model.forward = MethodType(other, model)
     if not world.is_replica:
-        zf.refresh(model)
+        zf.transforms.refresh(model)
     _train(world, model)
 
 
@@ -224,7 +224,7 @@ def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage):
     model.forward = MethodType(_fused, model)
     x = noise(4, WIDTH, seed=0)
     for _ in range(2):
-        with pytest.raises(zf.ShardedAccessError):
+        with pytest.raises(zf.errors.ShardedAccessError):
             model.forward(x)
     with torch.no_grad():
         model.forward(x)
@@ -236,7 +236,7 @@ def _in_another_dtype(way, *, replaced_first, unshard):
     model.leave = nn.Linear(7, 2)  # the buffers of a norm would keep their dtype
     if replaced_first:
         WAYS[way](model)
-    model = zf.precision(zf.zero3(model, axis()))
+    model = zf.precision(zf.shard_params(model, axis()))
     if not replaced_first:
         WAYS[way](model)
     with zf.accumulate(model, unshard=unshard):

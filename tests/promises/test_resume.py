@@ -53,16 +53,16 @@ def _known(model, optimizer, average=None):
 
 PLACES = {
     **{stage: lambda model, _, place=place: place(model, axis()) for stage, place in STAGES.items()},
-    "local buffers": lambda model, _: zf.zero3(model, axis(), buffers="local"),
-    "away": lambda model, disk: zf.offload(zf.zero3(model, axis()), params=disk, grads=disk),
+    "local buffers": lambda model, _: zf.shard_params(model, axis(), buffers="local"),
+    "away": lambda model, disk: zf.offload(zf.shard_params(model, axis()), params=disk, grads=disk),
 }
 DTYPES = {
     "bfloat16": {"rest": torch.bfloat16},
     "kahan": {"rest": torch.bfloat16, "round": "kahan"},
     "stochastic": {"rest": torch.bfloat16, "round": "stochastic", "seed": 5},
     "narrow gradients": {"compute": torch.float32, "grads": torch.bfloat16},
-    "codes": {"compute": torch.float32, "gather": zf.int8(), "reduce": zf.int4()},
-    "differences": {"compute": torch.float32, "gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
+    "codes": {"compute": torch.float32, "gather": zf.wire.int8(), "reduce": zf.wire.int4()},
+    "differences": {"compute": torch.float32, "gather": zf.wire.delta4(), "reduce": zf.wire.int8(rotate=True)},
 }
 
 
@@ -126,7 +126,7 @@ class Run:
         elif "dcp" in self.how:
             dcp.save(self._states(), checkpoint_id=folder)
         elif "mirror" in self.how:
-            zf.mirror(folder, self.model, self.optimizer, every=1).update(extra=own)
+            zf.checkpoint.memory_copies(folder, self.model, self.optimizer, every=1).update(extra=own)
         else:
             step, is_late = f"{folder}/step-{self.step}", "async" in self.how
             wait = zf.save(step, self.model, self.optimizer, extra=own, background=is_late).wait
@@ -478,11 +478,11 @@ def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path, is_sharded):
     """It would compute gradients with the weights that were loaded: torch refuses it, too, after `load_state_dict`."""
     with alone() as mesh:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        model = zf.zero3(model, mesh) if is_sharded else model
+        model = zf.shard_params(model, mesh) if is_sharded else model
         zf.save(tmp_path / "a", model)
         output = model(torch.ones(1, 3))
         zf.load(tmp_path / "a", model)
-        with pytest.raises(zf.StateError if is_sharded else RuntimeError, match=r"stepped|inplace operation"):
+        with pytest.raises(zf.errors.StateError if is_sharded else RuntimeError, match=r"stepped|inplace operation"):
             output.sum().backward()
 
 
@@ -549,19 +549,21 @@ def test_no_schedule_of_torch_is_left_out():
 
 def _statistics(folder):
     """Each rank sees other rows, and keeps its own statistics of them."""
-    model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    model = zf.shard_params(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
     model(noise(4, WIDTH, seed=dist.get_rank()))
     zf.save(f"{folder}/step-1", model)
 
 
 def _elsewhere(folder):
     """The statistics of rank 0, where they are asked for."""
-    model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    model = zf.shard_params(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
     before = model[1].running_mean.clone()
-    with pytest.raises(zf.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"):
+    with pytest.raises(
+        zf.errors.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"
+    ):
         zf.load(folder, model)
     assert torch.equal(model[1].running_mean, before), "a refused load has changed something"
-    model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())
+    model = zf.shard_params(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())
     zf.load(folder, model)
     return model[1].running_mean.tolist()
 

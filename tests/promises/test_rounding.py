@@ -119,7 +119,7 @@ def _train(model, optimizer, steps, by_hand=None):
 
 
 def _offloaded(model, folder):
-    return zf.offload(zf.zero3(model, axis()), **dict.fromkeys(("params", "grads", "optim"), zf.nvme(folder)))
+    return zf.offload(zf.shard_params(model, axis()), **dict.fromkeys(("params", "grads", "optim"), zf.nvme(folder)))
 
 
 def _streamed(optimizer, _, **options):
@@ -129,9 +129,12 @@ def _streamed(optimizer, _, **options):
 WORLDS = {
     **{stage: (lambda m, _, place=place: place(m, axis()), _streamed) for stage, place in STAGES.items()},
     "on disk": (_offloaded, _streamed),
-    "in pieces": (lambda m, _: zf.zero1(m, axis()), lambda o, folder: zf.streamed(o, zf.nvme(folder), buffer="12KiB")),
+    "in pieces": (
+        lambda m, _: zf.shard_optimizer(m, axis()),
+        lambda o, folder: zf.streamed(o, zf.nvme(folder), buffer="12KiB"),
+    ),
     "of no mesh": (lambda m, folder: zf.offload(m, params=zf.nvme(folder)), _streamed),
-    "by owners": (lambda m, _: zf.zero3(m, axis()), lambda o, _: zf.by_owner(o)),
+    "by owners": (lambda m, _: zf.shard_params(m, axis()), lambda o, _: zf.by_owner(o)),
     "by owners, on disk": (_offloaded, lambda o, _: zf.streamed(zf.by_owner(o))),
 }
 
@@ -220,7 +223,7 @@ def test_small_steps_are_taken_which_plain_rounding_takes_none_of():
 @BOTH
 def test_a_skipped_step_is_not_counted(mode):
     with alone() as mesh:
-        model = zf.zero3(_built(mode), mesh)
+        model = zf.shard_params(_built(mode), mesh)
         optimizer = zf.streamed(OPTIMIZERS["AdamW"](model.parameters()))
         by_hand, scaler = ByHand(model, OPTIMIZERS["AdamW"], mode), torch.amp.GradScaler("cpu", init_scale=2.0)
         for step in range(3):
@@ -256,10 +259,10 @@ test_refusals = refusals(
     ],
 )
 def test_what_rounds_nothing_is_refused(options):
-    with pytest.raises(zf.LayoutError):
+    with pytest.raises(zf.errors.LayoutError):
         zf.precision(nn.Linear(4, 4), **options)
     for other in ({"round": "kahan"}, {"rest": torch.float32}):
-        with pytest.raises(zf.LayoutError):
+        with pytest.raises(zf.errors.LayoutError):
             zf.precision(_rounded(), **other)
 
 
@@ -267,11 +270,11 @@ def test_what_rounds_nothing_is_refused(options):
 def test_an_optimizer_that_would_round_by_itself_is_refused(mode):
     with alone() as mesh, warnings.catch_warnings():
         warnings.simplefilter("error")  # nor is anything said of masters
-        model = zf.zero3(_built(mode), mesh)
+        model = zf.shard_params(_built(mode), mesh)
         before = fulls(model.parameters())
         optimizer = AdamW(model.parameters(), fused=False)
         _backward(model, 0)
-        with pytest.raises(zf.StateError):
+        with pytest.raises(zf.errors.StateError):
             optimizer.step()
         assert all(map(torch.equal, fulls(model.parameters()), before))
         assert not optimizer.state
@@ -290,6 +293,6 @@ def test_states_that_torch_has_rounded_are_refused():
 
 @on_ranks(2)
 def test_ranks_with_other_seeds_are_told():
-    model = zf.zero3(zf.precision(Odd(), rest=torch.bfloat16, round="stochastic", seed=dist.get_rank()), axis())
-    with pytest.raises(zf.DisagreementError, match="stochastic, seed 1"):
+    model = zf.shard_params(zf.precision(Odd(), rest=torch.bfloat16, round="stochastic", seed=dist.get_rank()), axis())
+    with pytest.raises(zf.errors.DisagreementError, match="stochastic, seed 1"):
         _backward(model, 0)

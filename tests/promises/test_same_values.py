@@ -20,13 +20,13 @@ def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks, stage):
         model = STAGES[stage](Tower(), axis())
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         for _ in range(2):  # the second forward ran, with shards of different tensors
-            with pytest.raises(zf.DisagreementError) as caught:
+            with pytest.raises(zf.errors.DisagreementError) as caught:
                 model(noise(2, WIDTH, seed=0))
         assert all(torch.equal(one, p.to_local()) for one, p in zip(before, model.parameters(), strict=True))
         model.load_state_dict({name: torch.ones(p.shape) for name, p in model.named_parameters()})  # one way out
         model(noise(2, WIDTH, seed=0)).sum().backward()
         model.load_state_dict(Tower().state_dict())
-        with pytest.raises(zf.DisagreementError):
+        with pytest.raises(zf.errors.DisagreementError):
             model(noise(2, WIDTH, seed=0))
         return str(caught.value)
 
@@ -38,8 +38,8 @@ def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks, stage):
 REPLICAS = {
     "replicate": lambda model: zf.replicate(model, axis()),
     "hybrid": lambda model: zf.hybrid(model, grid("outer", "inner")),
-    "persist_below": lambda model: zf.zero3(model, axis(), persist_below=40),
-    "left out by where": lambda model: zf.zero3(model, axis(), where="*.weight"),
+    "persist_below": lambda model: zf.shard_params(model, axis(), persist_below=40),
+    "left out by where": lambda model: zf.shard_params(model, axis(), where="*.weight"),
 }
 
 
@@ -51,10 +51,10 @@ def _stack(device):
 @on_ranks(4)
 def test_what_ranks_draw_from_meta_must_be_the_same():
     """It was compared as it was on meta: without values."""
-    model = zf.zero3(_stack("meta"), axis())
+    model = zf.shard_params(_stack("meta"), axis())
     torch.manual_seed(dist.get_rank())
     zf.materialize(model, "cpu")
-    with pytest.raises(zf.DisagreementError, match=r"initial values[\s\S]*0.weight"):
+    with pytest.raises(zf.errors.DisagreementError, match=r"initial values[\s\S]*0.weight"):
         model(noise(2, WIDTH, seed=0))
     torch.manual_seed(0)
     model.to_empty(device="meta")
@@ -100,7 +100,7 @@ def test_replicas_that_differ_at_the_first_forward_raise_on_every_rank(case, edi
     EDITS[edit](model)
     ranks = "Ranks 1 and 3" if case == "hybrid" else "Ranks 0 and 3"
     said = rf"{ranks}[\s\S]*values of the same parameter[\s\S]*torch.manual_seed"
-    with pytest.raises(zf.DisagreementError, match=said):
+    with pytest.raises(zf.errors.DisagreementError, match=said):
         model(noise(2, WIDTH, seed=0))
 
 
@@ -109,14 +109,14 @@ def test_replicas_that_differ_after_loading_raise():
     model = zf.offload(zf.replicate(_stack("cpu"), axis()), params=zf.cpu())
     model(noise(2, WIDTH, seed=0)).sum().backward()
     _loaded(model)
-    with pytest.raises(zf.DisagreementError, match="values of the same parameter"):
+    with pytest.raises(zf.errors.DisagreementError, match="values of the same parameter"):
         model(noise(2, WIDTH, seed=0))
 
 
 @on_ranks(2)
 def test_values_that_are_equal_again_or_of_one_rank_alone_are_taken():
     """Shards that one rank holds may be edited there; raw collectives give the values of rank 0 to all replicas."""
-    model = zf.zero3(_stack("cpu"), axis())
+    model = zf.shard_params(_stack("cpu"), axis())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().add_(dist.get_rank())

@@ -60,7 +60,7 @@ def test_stages_equal_ddp_to_the_bit_on_two_ranks(microbatches):
 
 def _gradients_over(mesh):
     torch.manual_seed(0)
-    model = zf.zero3(Stack(), mesh)
+    model = zf.shard_params(Stack(), mesh)
     model(noise(2, 6, seed=0)).square().mean().backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 

@@ -32,7 +32,7 @@ from tests.support.ranks import axis
 from tests.support.wholes import full, named_fulls
 from tests.support.worlds import ALL, WIDTH, Tower, differences, noise
 from zero_fn.checkpoint.live.load_plan import keeps_every_bit
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 
 # -- saved ------------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def test_another_shape_or_mesh_raises_and_nothing_is_written(key):
         model = STAGES[stage](Normalized(), axis())
         before = named_fulls(model.state_dict())
         entries = _whole(Normalized)
-        with pytest.raises(zf.CheckpointError, match=key):
+        with pytest.raises(zf.errors.CheckpointError, match=key):
             model.load_state_dict({**entries, key: CHANGES[key](entries[key])})
         for name, value in named_fulls(model.state_dict()).items():
             assert torch.equal(value, before[name]), f"{stage}: {name} was written"
@@ -208,7 +208,7 @@ def test_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source):
 @on_ranks(2)
 def test_missing_and_unexpected_keys_are_named():
     torch.manual_seed(0)
-    model = zf.zero3(Tower(), axis())
+    model = zf.shard_params(Tower(), axis())
     entries = _whole()
     entries["extra"] = entries.pop("leave.bias")
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)[\s\S]*leave.bias[\s\S]*Unexpected key\(s\)[\s\S]*extra"):
@@ -256,7 +256,7 @@ def test_two_values_for_a_tied_parameter_are_not_assigned(stage):
     both = torch.stack([whole["enter.weight"], whole["leave.weight"]])
     in_one_memory = {**whole, "enter.weight": both[0], "leave.weight": both[1]}
     for entries in (whole, shards, in_one_memory):
-        with pytest.raises(zf.CheckpointError):
+        with pytest.raises(zf.errors.CheckpointError):
             model.load_state_dict(entries, assign=True)
     assert torch.equal(model(x), before)
     for entries in (whole, shards):
@@ -281,7 +281,7 @@ def test_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before
     entries = {key: torch.ones(4, 4) if "weight" in key else torch.ones(4) for key in model.state_dict()}
     entries["1.kernel"] = entries.pop("1.weight")
     before = local_of(model[0].weight).clone()
-    with pytest.raises(zf.CheckpointError):
+    with pytest.raises(zf.errors.CheckpointError):
         model.load_state_dict({**entries, "2.bias": torch.ones(5)})
     assert torch.equal(local_of(model[0].weight), before)
     model.load_state_dict(entries)

@@ -27,7 +27,7 @@ from tests.support.wholes import full
 from tests.support.worlds import ALL, differences, noise
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.kernels.codes import decode, encode
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 
 WIDTH = 48
 
@@ -265,8 +265,12 @@ def test_bytes_are_those_of_the_plan(folder):
         with zf.traffic() as sent:
             model(noise(4, WIDTH, seed=0)).sum().backward()
             optimizer.step()
-        held = zf.held(model, optimizer)
-        assert (held.optimizer, held.buffers, held.tiers) == (plan.held.optimizer, plan.held.buffers, plan.held.tiers)
+        held = zf.memory(model, optimizer)
+        assert (held.optimizer, held.buffers, held.tiers) == (
+            plan.memory.optimizer,
+            plan.memory.buffers,
+            plan.memory.tiers,
+        )
         assert sent.nbytes == plan.sent_nbytes
         assert sent.calls["all-to-all"] == 2
 

@@ -24,7 +24,7 @@ from zero_fn.tiers import parcels
 PLACES = {
     "one rank": (1, lambda model: model),
     "replicas": (2, lambda model: zf.replicate(model, axis())),
-    "shards": (3, lambda model: zf.zero3(model, axis())),
+    "shards": (3, lambda model: zf.shard_params(model, axis())),
     "two axes": (4, lambda model: zf.hybrid(model, grid("outer", "inner"))),
 }
 
@@ -75,10 +75,10 @@ def reads_in_place(folder, name, resident):
     expected = model_of()
     zf.load_pretrained(model, folder, copy=False)
     require_same_outputs(model, expected)
-    tiers = zf.held(model).tiers
+    tiers = zf.memory(model).tiers
     assert list(tiers) == [f"files in {folder}"], "nothing was copied to the disk"
     planned = zf.plan(model)
-    assert dict(planned.held.tiers) == dict(tiers)
+    assert dict(planned.memory.tiers) == dict(tiers)
     assert {place: moved.read % sum(tiers.values()) for place, moved in planned.moved.items()} == dict.fromkeys(
         tiers, 0
     )
@@ -86,7 +86,7 @@ def reads_in_place(folder, name, resident):
         assert torch.equal(full(parameter), other)
     again = zf.precision(model, compute=torch.bfloat16)  # another transform copies what it takes over
     require_same_outputs(again, expected)
-    assert sum(nbytes for tier, nbytes in zf.held(again).tiers.items() if tier.startswith("nvme")) > 0
+    assert sum(nbytes for tier, nbytes in zf.memory(again).tiers.items() if tier.startswith("nvme")) > 0
 
 
 def test_what_is_read_in_place_is_not_changed(tmp_path):
@@ -94,12 +94,12 @@ def test_what_is_read_in_place_is_not_changed(tmp_path):
     before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
     model = zf.offload(on_meta(), params=zf.nvme(tmp_path))
     zf.load_pretrained(model, tmp_path, copy=False)
-    with pytest.raises(zf.StateError), torch.no_grad():
+    with pytest.raises(zf.errors.StateError), torch.no_grad():
         next(iter(model.parameters())).zero_()
-    with pytest.raises(zf.StateError):  # one, not one a parameter
+    with pytest.raises(zf.errors.StateError):  # one, not one a parameter
         model.load_state_dict(model_of().state_dict())
     model.blocks[0].requires_grad_()
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
     model.requires_grad_(False)
     assert before == [path.read_bytes() for path in sorted(tmp_path.iterdir())]
@@ -112,7 +112,7 @@ def test_what_is_trained_or_has_values_is_not_read_in_place(tmp_path):
     trained.requires_grad_()
     zf.load_pretrained(filled, tmp_path)
     for model in (trained, filled):
-        with pytest.raises(zf.CheckpointError, match=r" 1 +: (trained|have values).*such as"):
+        with pytest.raises(zf.errors.CheckpointError, match=r" 1 +: (trained|have values).*such as"):
             zf.load_pretrained(model, tmp_path, copy=False)
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_changes_under_a_model_is_found(tmp_path, landing):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(bytes(content))
-        with pytest.raises(zf.StorageError, match=r"model-1\.safetensors"):
+        with pytest.raises(zf.errors.StorageError, match=r"model-1\.safetensors"):
             model(tokens(0))
 
 
@@ -171,7 +171,7 @@ def test_the_part_that_stays_is_spread_evenly(tmp_path, part):
             stays, all_nbytes = stays + nbytes * (not slot.kind.is_away), all_nbytes + nbytes
             largest = max(largest, nbytes)
             assert abs(stays - part * all_nbytes) <= largest / 2
-    assert zf.held(model).parameters == stays + zf.plan(model).padding.parameters
+    assert zf.memory(model).parameters == stays + zf.plan(model).padding.parameters
     require_same_outputs(model, model_of())
 
 
@@ -216,7 +216,7 @@ def test_codes_rest_in_the_tier_and_a_pass_reads_them_alone(ranks, tmp_path, nam
 
 def reads_codes(folder, name):
     """The bits are those of the same format in memory, at first and later; after an edit the codes are made anew."""
-    for wire in (zf.int8(), zf.int4(block=32)):
+    for wire in (zf.wire.int8(), zf.wire.int4(block=32)):
         expected = zf.precision(PLACES[name][1](model_of()), gather=wire)
         for copy in (False, True):
             model = zf.offload(zf.precision(PLACES[name][1](on_meta()), gather=wire), params=zf.nvme(folder))
@@ -254,7 +254,7 @@ def test_a_trained_model_writes_as_well_in_fewer_bits(tmp_path):
 
     exact = perplexity(model.requires_grad_(False))
     assert exact < 25, "of 256, so it has learnt something"
-    for wire, bound in ((zf.int8(), 0.01), (zf.int4(), 0.03)):
+    for wire, bound in ((zf.wire.int8(), 0.01), (zf.wire.int4(), 0.03)):
         coded = zf.offload(zf.precision(model, compute=torch.float32, gather=wire), params=zf.nvme(tmp_path))
         first, second = (perplexity(coded) for _ in range(2))
         assert first == second != exact

@@ -59,16 +59,16 @@ def test_what_is_planned_is_what_is_held_and_sent(tiers):
     alone = [zf.plan(model, each) for each in two]
     nothing = zf.plan(model, optimizer_nbytes_per_element=0)
     assert planned.sent_nbytes == sum(each.sent_nbytes for each in alone) - nothing.sent_nbytes
-    assert planned.held.optimizer == sum(each.held.optimizer for each in alone)
+    assert planned.memory.optimizer == sum(each.memory.optimizer for each in alone)
     for number in range(2):
         with zf.traffic() as sent:
             backward(model, number)
             for optimizer in two:
                 optimizer.step()
-            held = zf.held(model, two)
+            held = zf.memory(model, two)
             model.zero_grad()
     assert planned.sent_nbytes == sum(sent.by_axis.values())
-    assert (planned.held.optimizer, planned.held.tiers) == (held.optimizer, held.tiers)
+    assert (planned.memory.optimizer, planned.memory.tiers) == (held.optimizer, held.tiers)
     lines = str(zf.describe(model, two)).splitlines()
     assert sum("ByOwner" in line or "Streamed" in line for line in lines) == (2 if tiers else 1)
 
@@ -77,10 +77,10 @@ def test_what_is_planned_is_what_is_held_and_sent(tiers):
 def test_a_check_wants_all_parameters_in_one_of_them():
     model, two = made()
     zf.check(model, [two])
-    with pytest.raises(zf.StaleError):
+    with pytest.raises(zf.errors.StaleError):
         zf.check(model, two[0])
     twice = torch.optim.SGD([next(model.parameters())], lr=0.1)
-    for call in (zf.check, zf.held, zf.plan, zf.profile, zf.metrics):
+    for call in (zf.check, zf.memory, zf.plan, zf.profile, zf.metrics):
         with refused("parameter_in_two_optimizers"):
             call(model, (*two, twice))
     with refused("sequence_without_optimizers"):
@@ -130,9 +130,9 @@ def test_a_step_of_a_profile_ends_once_each_has_stepped_and_an_evicted_model_is_
             step(order)
     assert len(profile.steps) == 3 * 2, "of each rank"
     assert all(0 < each.parts["optimizer"] < each.seconds for each in profile.steps)
-    evicted = zf.evict(model, two, to=zf.cpu())
+    evicted = zf.offload_states(model, two, to=zf.cpu())
     for optimizer in two:
-        with pytest.raises(zf.StateError):
+        with pytest.raises(zf.errors.StateError):
             optimizer.step()
     evicted.restore()
     backward(model)
@@ -186,9 +186,9 @@ def test_an_optimizer_that_a_save_leaves_out_is_named_once(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         zf.save(f"{folder}/again", model, muon)
-    with pytest.raises(zf.CheckpointError, match=r"bias/exp_avg: in the checkpoint, and not in the optimizer"):
+    with pytest.raises(zf.errors.CheckpointError, match=r"bias/exp_avg: in the checkpoint, and not in the optimizer"):
         zf.load(f"{folder}/both", model, muon)
-    with pytest.raises(zf.CheckpointError, match=r"bias: no states of an optimizer in the checkpoint"):
+    with pytest.raises(zf.errors.CheckpointError, match=r"bias: no states of an optimizer in the checkpoint"):
         zf.load(f"{folder}/muon", model, (muon, adamw))
     with refused("checkpoint_of_shards_as_extra"):
         zf.save(f"{folder}/extra", model, muon, extra={"adamw": adamw})
@@ -198,10 +198,10 @@ def test_an_optimizer_that_a_save_leaves_out_is_named_once(folder):
 def test_ranks_that_disagree_about_optimizers_are_told(folder):
     model, two = made()
     mine = (two[0], two[0]) if dist.get_rank() else two
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         zf.save(f"{folder}/step-1", model, mine)
     assert not Path(folder, "step-1").exists()
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         zf.load(f"{folder}/step-1", model, mine)
 
 
@@ -211,12 +211,14 @@ def test_two_models_that_train_together_are_one_checkpoint_and_one_copy(folder):
 
     def parts():
         torch.manual_seed(0)
-        both = nn.ModuleDict({"actor": zf.zero3(Tower(), axis()), "critic": zf.zero2(nn.Linear(WIDTH, 1), axis())})
+        both = nn.ModuleDict(
+            {"actor": zf.shard_params(Tower(), axis()), "critic": zf.shard_grads(nn.Linear(WIDTH, 1), axis())}
+        )
         actor, critic = both.values()
         return both, (torch.optim.AdamW(actor.parameters()), torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9))
 
     both, two = parts()
-    with_copies = zf.mirror(folder, both, two)
+    with_copies = zf.checkpoint.memory_copies(folder, both, two)
     for seed in range(9):
         both["critic"](both["actor"](noise(4, WIDTH, seed=seed))).square().mean().backward()
         step(two)

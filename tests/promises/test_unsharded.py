@@ -32,7 +32,7 @@ def test_the_first_forward_may_be_that_of_one_rank_inside(stage):
     loss_of(model, 0).backward()
     torch.manual_seed(dist.get_rank())
     other = STAGES[stage](Odd(), axis())
-    with pytest.raises(zf.DisagreementError), zf.unsharded(other):
+    with pytest.raises(zf.errors.DisagreementError), zf.unsharded(other):
         pass
 
 
@@ -55,7 +55,7 @@ def test_unsharded_gives_whole_parameters_and_writes_back_on_request(stage):
     for name in ("blocks.0.gate", "blocks.0.down.weight"):
         plain[name] = plain[name] + 1
     assert differing(parameters(model), plain) == []
-    with pytest.raises(zf.DisagreementError), zf.unsharded(model, writeback=True), torch.no_grad():
+    with pytest.raises(zf.errors.DisagreementError), zf.unsharded(model, writeback=True), torch.no_grad():
         model.norm.bias.add_(dist.get_rank())
     assert differing(parameters(model), plain) == [], "edits that differ between ranks are refused"
     with pytest.raises(ZeroDivisionError), zf.unsharded(model, writeback=True), torch.no_grad():
@@ -83,9 +83,9 @@ def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_woul
         loss = loss_of(model, 0) + model.norm.weight.square().sum()
         (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)
     assert type(whole) is Tensor, "asked for, a gradient is there"
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         loss.backward()
-    with pytest.raises(zf.StateError), zf.unsharded(model):
+    with pytest.raises(zf.errors.StateError), zf.unsharded(model):
         loss_of(model, 0).backward()
     with refused("gradient_of_a_whole_parameter"), zf.unsharded(model):
         model.norm.weight.sum().backward()

@@ -121,11 +121,13 @@ def test_a_weight_that_a_forward_reads_by_name_is_whole(world, ways):
 
 
 _PLACES = {
-    "freed after backward": lambda model, _: zf.zero3(model, axis(), units=_UNITS, reshard_after="backward"),
-    "two stages": lambda model, _: zf.zero1(zf.zero3(model, axis(), where="head.*", units=_UNITS), axis()),
-    "host": lambda model, _: zf.offload(zf.zero3(model, axis(), units=_UNITS), params=zf.cpu()),
-    "disk": lambda model, path: zf.offload(zf.zero3(model, axis(), units=_UNITS), params=zf.nvme(path)),
-    "codes": lambda model, _: zf.precision(zf.zero3(model, axis(), units=_UNITS), gather=zf.int8()),
+    "freed after backward": lambda model, _: zf.shard_params(model, axis(), units=_UNITS, reshard_after="backward"),
+    "two stages": lambda model, _: zf.shard_optimizer(
+        zf.shard_params(model, axis(), where="head.*", units=_UNITS), axis()
+    ),
+    "host": lambda model, _: zf.offload(zf.shard_params(model, axis(), units=_UNITS), params=zf.cpu()),
+    "disk": lambda model, path: zf.offload(zf.shard_params(model, axis(), units=_UNITS), params=zf.nvme(path)),
+    "codes": lambda model, _: zf.precision(zf.shard_params(model, axis(), units=_UNITS), gather=zf.wire.int8()),
 }
 
 
@@ -145,9 +147,9 @@ def test_a_weight_is_read_from_every_place(place, tmp_path):
             model.zero_grad()
         return found
 
-    wire = {"gather": zf.int8()} if place == "codes" else {"compute": torch.float32}
+    wire = {"gather": zf.wire.int8()} if place == "codes" else {"compute": torch.float32}
     one = gradients(lambda model: _PLACES[place](model, str(tmp_path)))
-    other = gradients(lambda model: zf.precision(zf.zero3(model, axis(), units="layers.?"), **wire))
+    other = gradients(lambda model: zf.precision(zf.shard_params(model, axis(), units="layers.?"), **wire))
     assert all(map(torch.equal, one, other))
 
 
@@ -155,7 +157,7 @@ def test_a_weight_is_read_from_every_place(place, tmp_path):
 def test_a_head_is_gathered_as_often_as_if_it_were_called_whatever_the_chunks():
     def sent(ways, chunk):
         torch.manual_seed(0)
-        model = zf.zero3(_Language(ways, chunk), axis(), units=_UNITS)
+        model = zf.shard_params(_Language(ways, chunk), axis(), units=_UNITS)
         for _ in range(2):
             with zf.traffic() as traffic:
                 model(torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)).backward()
@@ -199,13 +201,13 @@ def test_what_was_read_is_at_rest_after_the_forward_however_it_ends(stage):
         assert torch.equal(each(noise(2, _WIDTH, seed=0)), expected)
         assert isinstance(each.get_parameter("blocks.1.weight"), DTensor)
     model.then = lambda weight: weight.add_(1)
-    with torch.no_grad(), pytest.raises(zf.PlacementError):
+    with torch.no_grad(), pytest.raises(zf.errors.PlacementError):
         model(noise(2, _WIDTH, seed=0))
 
 
 @on_ranks(2)
 def test_a_weight_that_is_read_has_the_compute_dtype_also_in_a_block_that_gathers_once():
-    model = zf.precision(zf.zero3(_Reading(), axis()))
+    model = zf.precision(zf.shard_params(_Reading(), axis()))
     dtypes = []
     model.then = lambda weight: dtypes.append(weight.dtype)
     model(noise(2, _WIDTH, seed=0)).sum().backward()

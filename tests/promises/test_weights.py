@@ -22,7 +22,7 @@ from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.storages import Storages
 from tests.units.storage.disks import failing
-from zero_fn.handover import _differing
+from zero_fn.weights import _differing
 
 
 class Counting(Odd):
@@ -35,16 +35,16 @@ class Counting(Odd):
 
 
 def _away(tier):
-    return lambda folder: zf.offload(zf.zero3(Counting(), axis()), params=tier(folder))
+    return lambda folder: zf.offload(zf.shard_params(Counting(), axis()), params=tier(folder))
 
 
 WORLDS = {
     "plain": lambda _: Counting(),
     **{stage: lambda _, stage=stage: STAGES[stage](Counting(), axis()) for stage in ("replicate", "zero2", "zero3")},
-    "mixed": lambda _: zf.precision(zf.shard_params(zf.zero1(Counting(), axis()), axis(), where="*.up.*")),
+    "mixed": lambda _: zf.precision(zf.shard_params(zf.shard_optimizer(Counting(), axis()), axis(), where="*.up.*")),
     "disk": _away(zf.nvme),
     "host": _away(lambda _: zf.cpu()),
-    "tiles": lambda _: zf.zero3(zf.tile(Counting(), where="blocks.*.down.*", parts=3), axis()),
+    "tiles": lambda _: zf.shard_params(zf.tile(Counting(), where="blocks.*.down.*", parts=3), axis()),
 }
 
 
@@ -106,7 +106,7 @@ def test_weights_are_those_of_the_model_whole_and_in_parts(world, folder):
 @on_ranks(2)
 def test_names_are_those_of_save_pretrained_or_those_that_are_asked_for(folder):
     seed_generator(0)
-    model = zf.zero3(Language(), axis())
+    model = zf.shard_params(Language(), axis())
     zf.save_pretrained(model, folder, dtype=torch.bfloat16)
     items = dict(zf.weights(model, dtype=torch.bfloat16))
     assert _differ(items, load_file(f"{folder}/model.safetensors")) == []
@@ -136,7 +136,7 @@ def test_weights_over_two_axes(composition, is_away, folder):
     zf.apply_weights(received, _all(zf.weights(model, since=items.version)))
     assert _differ(received, dict(zf.weights(model))) == []
     if is_away:
-        with failing(where=dist.get_rank() == 3), pytest.raises(zf.StorageError):
+        with failing(where=dist.get_rank() == 3), pytest.raises(zf.errors.StorageError):
             list(zf.weights(model))
 
 
@@ -174,9 +174,9 @@ def test_until_it_has_ended_forwards_and_other_passes_are_refused():
     items.close()
     items.close()
     loss_of(model, 0).backward()
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         items.version  # noqa: B018
-    told = pytest.raises(zf.DisagreementError) if dist.get_rank() else refused("checkpoint_of_ranks_that_differ")
+    told = pytest.raises(zf.errors.DisagreementError) if dist.get_rank() else refused("checkpoint_of_ranks_that_differ")
     with told:
         zf.weights(model, bucket=1000 + dist.get_rank())
 
@@ -257,7 +257,7 @@ def test_weights_that_change_in_the_loop_are_refused_on_all_ranks(world, edit, f
         assert len(list(zf.weights(model, **options))) > 0 or "since" in options, "another pass"
     if edit in ("in place", "through .data") and world != "disk":  # there all ranks scale a gradient together
         found = []
-        with pytest.raises(zf.StateError), zf.weights(model, bucket=1) as items:
+        with pytest.raises(zf.errors.StateError), zf.weights(model, bucket=1) as items:
             for name, _ in items:
                 found.append(name)
                 if len(found) == 2 and dist.get_rank() == 1:
@@ -280,7 +280,7 @@ def test_a_pass_of_one_model_does_not_see_steps_of_another():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 def test_a_pass_takes_the_memory_of_a_bucket(dtype):
-    model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))), axis())
+    model = zf.shard_params(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))), axis())
     model(torch.ones(1, 64))
     bucket = 4 * 64 * 64 * dtype.itemsize
     with Storages() as storages:
@@ -369,7 +369,7 @@ def test_what_was_not_yielded_is_yielded_by_the_next_pass():
             break  # one rank alone: what it has not had is there for the next pass
         more.append(item)
     zf.apply_weights(received, more := _all(more))
-    with pytest.raises(zf.DisagreementError):
+    with pytest.raises(zf.errors.DisagreementError):
         zf.weights(model, since=version if dist.get_rank() else None)
     rest = _all(zf.weights(model, since=version))
     assert sum(name == taken[2][0] for name, *_ in (*more, *rest)) and rest

@@ -140,7 +140,7 @@ def test_what_is_refused_inside_changes_nothing(stage):
             lambda: zf.accumulate(model, unshard=True).__enter__(),
         ]
         for attempt in attempts:
-            with pytest.raises(zf.StateError):
+            with pytest.raises(zf.errors.StateError):
                 attempt()
         model.zero_grad()
     assert all(p.grad is None for p in model.parameters()), "zero_grad inside drops what was summed"

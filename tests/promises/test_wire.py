@@ -25,11 +25,11 @@ from zero_fn.kernels.wire_codes import decode, decode_mean, encode
 from zero_fn.values.wire import row_numel
 
 FORMATS = {
-    "int8": {"gather": zf.int8()},
-    "int8, int4": {"gather": zf.int8(symmetric=False, block=64), "reduce": zf.int4()},
-    "int4, both": {"gather": zf.int4(rotate=True), "reduce": zf.int4(symmetric=False, block=48, rotate=True)},
-    "float8": {"gather": zf.float8(), "reduce": zf.float8(dtype=torch.float8_e5m2)},
-    "differences": {"gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
+    "int8": {"gather": zf.wire.int8()},
+    "int8, int4": {"gather": zf.wire.int8(symmetric=False, block=64), "reduce": zf.wire.int4()},
+    "int4, both": {"gather": zf.wire.int4(rotate=True), "reduce": zf.wire.int4(symmetric=False, block=48, rotate=True)},
+    "float8": {"gather": zf.wire.float8(), "reduce": zf.wire.float8(dtype=torch.float8_e5m2)},
+    "differences": {"gather": zf.wire.delta4(), "reduce": zf.wire.int8(rotate=True)},
 }
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -226,7 +226,7 @@ def test_all_mixtures_over_two_axes_have_the_same_bits_and_send_what_was_planned
             _step(model, optimizer, 3)
         plan = zf.plan(model, optimizer)
         assert dict(sent.by_axis) == dict(plan.sent_by_axis), mixture
-        assert zf.held(model).parameters == plan.held.parameters + plan.padding.parameters, mixture
+        assert zf.memory(model).parameters == plan.memory.parameters + plan.padding.parameters, mixture
 
 
 class Wide(nn.Module):
@@ -280,7 +280,7 @@ def _program(model, optimizer):
 
 
 def _offloaded(tiers):
-    return lambda model, axis, units: zf.offload(zf.zero3(model, axis, units=units), **tiers)
+    return lambda model, axis, units: zf.offload(zf.shard_params(model, axis, units=units), **tiers)
 
 
 @pytest.mark.parametrize("name", by_night(FORMATS, ("int8, int4", "differences")))
@@ -310,11 +310,11 @@ PSI = 4 * 256 * 256
 AGAIN = 7 / 4  # gathers of a step of ZeRO-3: the last of four units stays from the forward to the backward
 BYTES = {  # of a step, for each element of which a rank sends a part
     "bf16": ("zero3", {}, AGAIN * 2 + 2),
-    "int8, int4": ("zero3", {"gather": zf.int8(), "reduce": zf.int4()}, AGAIN * 260 / 256 + 132 / 256),
-    "asymmetric": ("zero3", {"gather": zf.int8(symmetric=False)}, AGAIN * 264 / 256 + 2),
-    "blocks of 64": ("zero3", {"gather": zf.int4(block=64)}, AGAIN * 36 / 64 + 2),
-    "ZeRO-2": ("zero2", {"gather": zf.float8(), "reduce": zf.int4()}, 260 / 256 + 132 / 256),
-    "differences": ("zero2", {"gather": zf.delta4(), "reduce": zf.int4()}, 2 * 132 / 256),
+    "int8, int4": ("zero3", {"gather": zf.wire.int8(), "reduce": zf.wire.int4()}, AGAIN * 260 / 256 + 132 / 256),
+    "asymmetric": ("zero3", {"gather": zf.wire.int8(symmetric=False)}, AGAIN * 264 / 256 + 2),
+    "blocks of 64": ("zero3", {"gather": zf.wire.int4(block=64)}, AGAIN * 36 / 64 + 2),
+    "ZeRO-2": ("zero2", {"gather": zf.wire.float8(), "reduce": zf.wire.int4()}, 260 / 256 + 132 / 256),
+    "differences": ("zero2", {"gather": zf.wire.delta4(), "reduce": zf.wire.int4()}, 2 * 132 / 256),
 }
 
 
@@ -333,8 +333,10 @@ def test_as_many_bytes_travel_as_the_format_has(name):
 def test_records_are_in_flight_beside_what_they_are_made_of():
     with pretended(2) as mesh:
         found = []
-        for wires in ({}, {"gather": zf.int8()}, {"gather": zf.int8(), "reduce": zf.int4()}):
-            found.append(zf.plan(zf.precision(zf.zero3(_matrices(), mesh, units=nn.Linear), **wires)).in_flight_nbytes)
+        for wires in ({}, {"gather": zf.wire.int8()}, {"gather": zf.wire.int8(), "reduce": zf.wire.int4()}):
+            found.append(
+                zf.plan(zf.precision(zf.shard_params(_matrices(), mesh, units=nn.Linear), **wires)).in_flight_nbytes
+            )
     unit = PSI // 4
     # Of two units at most, which are gathered, or whose gradients are whole: their records leave, and others come.
     assert found[1] - found[0] == 2 * unit * 260 // 256
@@ -345,14 +347,14 @@ def test_records_are_in_flight_beside_what_they_are_made_of():
 def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled():
     mesh = grid("outer", "inner")
     model = zf.shard_grads(zf.shard_params(_matrices(), mesh["inner"]), mesh["outer"])
-    model = zf.precision(model, gather=zf.int8(), reduce=zf.int4())
+    model = zf.precision(model, gather=zf.wire.int8(), reduce=zf.wire.int4())
     x = torch.ones(2, 256)
     for _ in range(3):
         with zf.traffic() as sent:
             model(x).float().sum().backward()
     # Between nodes once a step 8 bits of what is kept, and 4 bits of the sums: 1.5 of the 6 bytes of ZeRO-3, and scales.
     assert sent.by_axis["outer"] == PSI / 4 * (260 + 132) / 256
-    assert zf.held(model).parameters == PSI // 4 * 4 + PSI // 2 * 260 // 256
+    assert zf.memory(model).parameters == PSI // 4 * 4 + PSI // 2 * 260 // 256
 
 
 # -- what cannot be coded ----------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def test_small_and_odd_parameters_travel_as_they_are():
     found = []
     for wires in ({}, FORMATS["int8, int4"]):
         torch.manual_seed(0)
-        model = zf.precision(zf.zero3(Odd(), axis()), **wires)
+        model = zf.precision(zf.shard_params(Odd(), axis()), **wires)
         optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         for _ in range(2):
             model(torch.ones(3, 31)).backward()
@@ -412,7 +414,7 @@ def _seen(model):
 
 @on_ranks(2)
 def test_what_coding_rounds_away_is_sent_later():
-    model = zf.precision(zf.zero2(_built(), axis()), compute=torch.float32, gather=zf.delta4())
+    model = zf.precision(zf.shard_grads(_built(), axis()), compute=torch.float32, gather=zf.wire.delta4())
     optimizer = SGD(model.parameters(), lr=1.0)
     _loss(model, 0).backward()
     before = full(model.up.weight)
@@ -426,7 +428,7 @@ def test_what_coding_rounds_away_is_sent_later():
 
 @on_ranks(2)
 def test_values_that_were_loaded_come_in_full():
-    model = zf.precision(zf.zero2(_built(), axis()), **FORMATS["differences"])
+    model = zf.precision(zf.shard_grads(_built(), axis()), **FORMATS["differences"])
     _trained(model, steps=2)
     model.load_state_dict({name: torch.zeros_like(full(value)) for name, value in model.state_dict().items()})
     assert not _seen(model).any()
@@ -437,8 +439,8 @@ def test_values_that_were_loaded_come_in_full():
 
 def test_differences_need_a_copy_that_they_can_be_added_to():
     with alone() as mesh:
-        for place in (zf.zero3, lambda m, axis: zf.offload(zf.zero2(m, axis), params=zf.nvme("/tmp"))):
-            model = zf.precision(place(_built(), mesh), gather=zf.delta4())
+        for place in (zf.shard_params, lambda m, axis: zf.offload(zf.shard_grads(m, axis), params=zf.nvme("/tmp"))):
+            model = zf.precision(place(_built(), mesh), gather=zf.wire.delta4())
             for ask in (zf.plan, lambda model: model(torch.zeros(1, 2, dtype=torch.int64))):
                 with refused("differences_that_nobody_holds"):
                     ask(model)
@@ -446,7 +448,9 @@ def test_differences_need_a_copy_that_they_can_be_added_to():
 
 @on_ranks(2)
 def test_ranks_with_other_formats_are_told_so():
-    gather = zf.int8(block=64 if dist.get_rank() else 256, symmetric=False)
-    model = zf.precision(zf.zero3(_built(), axis()), gather=gather, reduce=zf.int4(rotate=True))
-    with pytest.raises(zf.DisagreementError, match=r"bf16 \(int8, asymmetric, block 64\)/fp32 \(int4, rotated\)"):
+    gather = zf.wire.int8(block=64 if dist.get_rank() else 256, symmetric=False)
+    model = zf.precision(zf.shard_params(_built(), axis()), gather=gather, reduce=zf.wire.int4(rotate=True))
+    with pytest.raises(
+        zf.errors.DisagreementError, match=r"bf16 \(int8, asymmetric, block 64\)/fp32 \(int4, rotated\)"
+    ):
         model(torch.zeros(1, 2, dtype=torch.int64))

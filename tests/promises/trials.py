@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tests.support.worlds import WIDTH, Tower, noise
-from zero_fn.resting import local_of
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["TORCH", "Shapes", "closures", "groups", "matrices", "note_states", "scaled"]
 

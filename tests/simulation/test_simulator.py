@@ -20,7 +20,7 @@ def group():
 
 def trained():
     """Two steps of a model on this rank."""
-    model = zf.zero3(nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))), axis())
+    model = zf.shard_params(nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))), axis())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         model(torch.ones(2, 5)).square().sum().backward()
@@ -111,7 +111,7 @@ def test_a_killed_rank_stops_there_and_the_others_are_told(simulated, at):
     assert killed.was_killed
     assert report.counts[1] == at + 1
     for told in (first, last):
-        assert isinstance(told.error, zf.LostRankError), report
+        assert isinstance(told.error, zf.errors.LostRankError), report
 
 
 @pytest.mark.parametrize("tag", [GATHER, REDUCE, CONTROL])

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.resting import local_of
 from zero_fn.tiers.tier_tensor import TierTensor
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["evicted"]
@@ -18,7 +18,7 @@ __all__ = ["evicted"]
 _is_pretended: ContextVar[bool] = ContextVar(
     "_is_pretended", default=False
 )  # of this thread: simulated ranks are threads
-_module = importlib.import_module("zero_fn.transforms.evict")
+_module = importlib.import_module("zero_fn.transforms.offloaded_states")
 _of_the_package = _module._leaves
 
 
@@ -32,9 +32,9 @@ _module._leaves = _leaves  # type: ignore[attr-defined]
 
 
 def evicted(module: nn.Module, optimizer: Optimizer | None = None, to: Cpu | None = None) -> zf.Evicted:
-    """`zf.evict` of a model whose memory is not that of the host."""
+    """`zf.offload_states` of a model whose memory is not that of the host."""
     token = _is_pretended.set(True)
     try:
-        return zf.evict(module, optimizer, to=zf.cpu() if to is None else to)
+        return zf.offload_states(module, optimizer, to=zf.cpu() if to is None else to)
     finally:
         _is_pretended.reset(token)

@@ -152,7 +152,7 @@ class FreshRanks:
 
 def _train(directory: str, stage: str, fault: Fault) -> None:
     report: dict[str, object] = {"error": "", "text": "", "at_s": 0.0}
-    with zf.guard(deadline_s=fault.deadline_s):
+    with zf.distributed.set_deadline(fault.deadline_s):
         try:
             _steps(Path(directory), stage, fault)
         except zf.ZeroError as error:

@@ -21,9 +21,9 @@ __all__ = ["OPTIMIZERS", "STAGES", "gradients", "loss_of", "parameters", "train"
 
 STAGES: dict[str, Callable[..., nn.Module]] = {
     "replicate": zf.replicate,
-    "zero1": zf.zero1,
-    "zero2": zf.zero2,
-    "zero3": zf.zero3,
+    "zero1": zf.shard_optimizer,
+    "zero2": zf.shard_grads,
+    "zero3": zf.shard_params,
 }
 
 OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {

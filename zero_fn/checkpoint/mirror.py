@@ -44,7 +44,7 @@ def mirror(
     """Keeps a copy of the training state in shared memory, for `zf.resume`. All ranks call it.
 
         said = zf.resume("runs/a", model, optimizer, extra={"warmup": warmup})
-        mirror = zf.mirror("runs/a", model, optimizer)
+        mirror = zf.checkpoint.memory_copies("runs/a", model, optimizer)
         for step in range(said["step"] if said else 0, 1000):
             ...
             mirror.update(extra={"warmup": warmup, "step": step + 1})
@@ -125,7 +125,7 @@ class Mirror:
                     why="it is open, here or in another process: "
                     "`resume` would load the newest copy, whose ever it is",
                     fix="close() it first; of models that train together one mirror: "
-                    "zf.mirror(folder, nn.ModuleDict({'actor': actor, 'critic': critic}), "
+                    "zf.checkpoint.memory_copies(folder, nn.ModuleDict({'actor': actor, 'critic': critic}), "
                     "(first, second))",
                 )
 
@@ -159,7 +159,8 @@ class Mirror:
         """
         if self._folder is None:
             raise StateError(
-                "The mirror is closed.", fix="another one: zf.mirror(folder, model, optimizer)"
+                "The mirror is closed.",
+                fix="another one: zf.checkpoint.memory_copies(folder, model, optimizer)",
             )
         self._steps += 1
         if self._steps < self.every:

@@ -47,7 +47,7 @@ def resume(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Loads the newest state of a run: a copy in memory (`zf.mirror`), or a checkpoint on the disk.
+    """Loads the newest state of a run: a copy in memory (`zf.checkpoint.memory_copies`), or a checkpoint on the disk.
 
     All ranks call it.
 

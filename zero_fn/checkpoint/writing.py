@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.advice import say_if_left_out
+from zero_fn.average import Average
 from zero_fn.checkpoint.format.files import (
     BUFFER_NBYTES,
     StoredBox,
@@ -38,7 +39,6 @@ from zero_fn.checkpoint.live.streamed_states import (
     states_in_chunks,
 )
 from zero_fn.checkpoint.rank_meeting import Agreement
-from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of

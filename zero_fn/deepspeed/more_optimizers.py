@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import ConfigError
-from zero_fn.owners.dealing import Cost, cost_of
+from zero_fn.owners.assignment import Cost, cost_of
 from zero_fn.streamed.inner_optimizer import raw_step
 
 __all__ = ["Lamb", "Lion", "MuonWithAuxAdam", "costs_of", "groups_of_muon"]

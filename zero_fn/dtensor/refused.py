@@ -64,13 +64,13 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError, ShardedAccessError
-from zero_fn.resting import cut_alike, detached, local_of, on_spec
 from zero_fn.runtime.resting_edits import copy_handlers, note_edited
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory, written_by
 from zero_fn.transport.agree import axes_of, done_over
+from zero_fn.values.dtensors import cut_alike, detached, local_of, on_spec
 from zero_fn.values.mesh import axes_text
 
 __all__ = ["ROWS", "Row", "note_mesh"]

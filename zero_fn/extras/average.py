@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_fn.errors import LayoutError, StaleError, StateError
-from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.uncompiled import uncompiled
@@ -27,6 +26,7 @@ from zero_fn.tiers.parcels import Form, record_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transforms.unsharded import refresh
+from zero_fn.values.dtensors import local_of, on_spec, spec_on
 from zero_fn.values.tiers import Tier, is_away
 
 __all__ = ["Average", "ema"]

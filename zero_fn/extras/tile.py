@@ -43,7 +43,7 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
     no bit of a tiled model.
 
     Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias`. `load_state_dict`
-    also takes the names of the model before tiling, and `zf.untiled` gives whole tensors these
+    also takes the names of the model before tiling, and `zf.transforms.untiled` gives whole tensors these
     names again.
 
     Communicates nothing itself. Later transforms send the same bytes in `parts` times as many
@@ -122,7 +122,7 @@ def untiled(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=options)
-        torch.save(zf.untiled(model, whole), "model.pt")
+        torch.save(zf.transforms.untiled(model, whole), "model.pt")
 
     Communicates nothing.
 

@@ -1,7 +1,7 @@
 """`ZeroAccelerator`: accelerate's Accelerator, whose models are transformed
 where it would wrap them in DDP.
 
-accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]),
+accelerator = ZeroAccelerator(place=lambda model: zf.shard_params(model, mesh["dp"]),
 gradient_accumulation_steps=4) accelerator = ZeroAccelerator(deepspeed="ds_config.json")
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 """
@@ -81,7 +81,7 @@ def require_own_samples(model: nn.Module, processes: int) -> None:
     for run in runs_of(model, verb="a trainer"):
         axes = run.transport.axes
         if prod(axis.size for axis in axes) != processes:
-            raise zf.MeshError(
+            raise zf.errors.MeshError(
                 "A trainer gives each process samples of its own, "
                 "and some processes of this model must share them.",
                 averaged_over=" x ".join(map(str, axes)) or "no ranks",
@@ -165,7 +165,7 @@ class ZeroAccelerator(Accelerator):
         scale no loss, without a word.
         """
         if self.mixed_precision == "fp16" and not self.native_amp:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "accelerate has no float16 on this device: "
                 "it would compute in float32, and scale no loss.",
                 device=self.device.type,
@@ -205,7 +205,7 @@ class ZeroAccelerator(Accelerator):
                 exchange_parameters(bare(item), replaced_since(bare(item), self._models) | new)
         if any(isinstance(item, DataLoader) for item in objects):
             for item in objects:
-                if isinstance(item, nn.Module) and zf.is_transformed(item):
+                if isinstance(item, nn.Module) and zf.inspect.is_transformed(item):
                     require_own_samples(item, self.num_processes)
         refuse_stale([bare(item) for item in objects if isinstance(item, Optimizer)])
         if self.config is None:
@@ -222,7 +222,7 @@ class ZeroAccelerator(Accelerator):
         unless it is for evaluation."""
         if not evaluation_mode:
             model = self._placed(model, {})
-        transformed = zf.is_transformed(model)
+        transformed = zf.inspect.is_transformed(model)
         prepared: nn.Module = super().prepare_model(
             model, False if transformed else device_placement, evaluation_mode or transformed
         )
@@ -250,7 +250,7 @@ class ZeroAccelerator(Accelerator):
 
         With a DeepSpeed config of stage 2 or 3 each backward reduces its own, and shards add up.
         """
-        if not zf.is_transformed(model):
+        if not zf.inspect.is_transformed(model):
             with super().no_sync(model):
                 yield
             return
@@ -334,7 +334,7 @@ class ZeroAccelerator(Accelerator):
         Of a transformed one all ranks call it, and the main process alone gets whole values: in 16
         bits, if a DeepSpeed config says so of saving.
         """
-        if not zf.is_transformed(model):
+        if not zf.inspect.is_transformed(model):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
         saved = (
@@ -411,9 +411,9 @@ class ZeroAccelerator(Accelerator):
         """Hides transformed models and their optimizers, which it yields with the model of each,
         from accelerate: it would save the shards of one rank only."""
         models, optimizers = self._models, self._optimizers
-        transformed = [model for model in models if zf.is_transformed(model)]
+        transformed = [model for model in models if zf.inspect.is_transformed(model)]
         owned = [(optimizer, model_of(optimizer, transformed)) for optimizer in optimizers]
-        self._models = [model for model in models if not zf.is_transformed(model)]
+        self._models = [model for model in models if not zf.inspect.is_transformed(model)]
         self._optimizers = [optimizer for optimizer, owner in owned if owner is None]
         bare_model = partial(self.unwrap_model, keep_torch_compile=False)
         try:

@@ -56,7 +56,7 @@ def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
         plugins = [DeepSpeedPlugin()]
     found = [each for each in (deepspeed, place, *plugins) if each is not None]
     if len(found) > 1 or any(isinstance(each, dict) for each in plugins):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "A ZeroAccelerator was given several ways to place its model.",
             given=", ".join(type(each).__name__ for each in found),
             fix='one of deepspeed="ds_config.json", '
@@ -159,7 +159,7 @@ class AcceleratorConfig:
             id(own): own for own in (getattr(each, "optimizer", each) for each in optimizers)
         }
         if len(different) > 1:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "A DeepSpeed config was given several optimizers, each with steps of its own.",
                 optimizers=", ".join(type(each).__name__ for each in different.values()),
                 why="it clips, skips overflows and counts in the step of one",
@@ -195,7 +195,7 @@ class AcceleratorConfig:
         """
         own = math.inf if self.settings is None else self.settings.max_norm or math.inf
         if max_norm != own:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "A DeepSpeed config clips gradients, and the program to another norm.",
                 config=own,
                 program=max_norm,
@@ -220,13 +220,17 @@ class AcceleratorConfig:
         settings = self.settings
         if accelerator.sync_gradients and settings is not None:
             if not self.is_clipped and (settings.max_norm or settings.skips_overflow):
-                models = [model for model in accelerator._models if zf.is_transformed(model)]
+                models = [
+                    model for model in accelerator._models if zf.inspect.is_transformed(model)
+                ]
                 parameters = [parameter for model in models for parameter in model.parameters()]
                 accelerator.clip_grad_norm_(parameters, settings.max_norm or math.inf)
             self.is_clipped = False
             # Made before the step, which is counted, too.
             if settings.reporting is not None and self._reporter is None:
-                model = next(model for model in accelerator._models if zf.is_transformed(model))
+                model = next(
+                    model for model in accelerator._models if zf.inspect.is_transformed(model)
+                )
                 self._reporter = Reporter(
                     settings.reporting, model, optimizer.optimizer, self.steps
                 )
@@ -270,7 +274,7 @@ def _auto_of(
         or said.get(asked) is False
         or any(said.get(path) is True for path in dtypes - {asked})
     ):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "A DeepSpeed config contradicts the mixed_precision of its Accelerator.",
             mixed_precision=precision,
             config=", ".join(f"{path} = {said.get(path)}" for path in sorted(dtypes)),
@@ -301,14 +305,14 @@ def _require_one(name: str, own: object, each: Any, dummy: type) -> None:
     """Requires that the optimizer or the scheduler is made in one way: `own`,
     by the config, or by the program."""
     if own is not None and not isinstance(each, dummy):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
             program=type(each).__name__,
             fix=f"accelerate.utils.deepspeed.{dummy.__name__}(...) in the program; "
             f'or no "{name}" in the config',
         )
     if own is None and isinstance(each, dummy) and not getattr(each, "lr_scheduler_callable", None):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             f"A {dummy.__name__} stands for the {name} of a DeepSpeed config, and there is none.",
             fix=f'"{name}": {{...}} in the config; or the {name} itself, '
             "prepared with or after its model",

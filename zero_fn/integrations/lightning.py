@@ -2,8 +2,8 @@
 
 class Model(L.LightningModule):
     def configure_model(self):
-        if not zf.is_transformed(self.model):
-            self.model = zf.zero3(self.model, init_device_mesh("cuda", (dist.get_world_size(),)))
+        if not zf.inspect.is_transformed(self.model):
+            self.model = zf.shard_params(self.model, init_device_mesh("cuda", (dist.get_world_size(),)))
 
 trainer = L.Trainer(strategy=ZeroStrategy(), accumulate_grad_batches=4, gradient_clip_val=0.5)
 """
@@ -79,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
         """
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "sync_batchnorm=True would replace modules of a transformed module.",
                 fix="in configure_model, before the transform: "
                 "nn.SyncBatchNorm.convert_sync_batchnorm(self.model)",
@@ -152,7 +152,7 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "storage_options are those of a plugin that writes files, "
                 "and ranks write a folder.",
                 fix="ZeroStrategy(save_distributed_checkpoint=False)",
@@ -217,9 +217,9 @@ def _require_transformed(module: nn.Module) -> None:
     """Refuses trained parameters that no transform holds: nothing would reduce their gradients."""
     plain = plain_trained(module)
     if plain:
-        raise zf.StateError(
+        raise zf.errors.StateError(
             f"{len(plain)} trained parameters belong to no transformed module.",
             first=plain[0],
             why="ZeroStrategy wraps nothing in DDP: their gradients would stay those of one rank",
-            fix="def configure_model(self): self.model = zf.zero3(self.model, mesh['dp'])",
+            fix="def configure_model(self): self.model = zf.shard_params(self.model, mesh['dp'])",
         )

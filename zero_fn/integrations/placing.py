@@ -40,7 +40,7 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 Place = Callable[[M], M]
-"""Any chain of transforms: `lambda model: zf.zero3(model, mesh["dp"])`."""
+"""Any chain of transforms: `lambda model: zf.shard_params(model, mesh["dp"])`."""
 
 
 def all_ranks(device_type: str | None = None) -> DeviceMesh:
@@ -76,16 +76,16 @@ def place_module(
     old = dict(module.named_parameters())
     transformed = place(module)
     if transformed is None:
-        raise zf.StateError(
+        raise zf.errors.StateError(
             "place= returned nothing.",
             why="a transform leaves its argument as it is, and returns another module",
-            fix="place=lambda model: zf.zero3(model, mesh['dp']); in a def: return model",
+            fix="place=lambda model: zf.shard_params(model, mesh['dp']); in a def: return model",
         )
-    if not zf.is_transformed(transformed):
-        raise zf.StateError(
+    if not zf.inspect.is_transformed(transformed):
+        raise zf.errors.StateError(
             "place= returned a module that no transform has made.",
             returned=type(transformed).__name__,
-            fix="place=lambda model: zf.zero3(model, mesh['dp'])",
+            fix="place=lambda model: zf.shard_params(model, mesh['dp'])",
         )
     tensors = (*transformed.parameters(), *transformed.buffers())
     if device is not None and any(
@@ -148,7 +148,7 @@ def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -
     if not any(id(parameter) in new for parameter in held):
         return
     if optimizer.state:
-        raise zf.StateError(
+        raise zf.errors.StateError(
             "An optimizer took steps before its model was transformed.",
             optimizer=type(optimizer).__name__,
             why="its states have the shapes of whole parameters",
@@ -180,7 +180,7 @@ def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in own:
             if (replacement := replacement_of(parameter)) is not None:
-                raise zf.StaleError(
+                raise zf.errors.StaleError(
                     "An optimizer was built before its model was transformed.",
                     first=f"{replacement.fqn}, replaced by {replacement.site}",
                     why="step() would update the old parameters and the loss would not move",

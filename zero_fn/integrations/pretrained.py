@@ -27,10 +27,10 @@ from zero_fn.deepspeed.placement import made_by
 from zero_fn.deepspeed.setup import agreed_settings
 from zero_fn.integrations.placing import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
-from zero_fn.resting import alone, on_spec
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.substitute import move_buffers, reserve
+from zero_fn.values.dtensors import alone, on_spec
 from zero_fn.values.units import subclass_of
 
 __all__ = ["placed"]
@@ -49,7 +49,7 @@ def placed(
     each rank reads only the shards that it owns.
 
         with placed("ds_config.json", args=args):  # or with placed(lambda model:
-                                                   zf.zero3(model, mesh["dp"])):
+                                                   zf.shard_params(model, mesh["dp"])):
             model = AutoModelForCausalLM.from_pretrained(folder)
         trainer = ZeroTrainer(model=model, args=args, deepspeed="ds_config.json", train_dataset=...)
 
@@ -61,7 +61,7 @@ def placed(
     Weights that torchao quantises, as they are read or in a folder that was saved quantised, are an
     exception: transformers quantises whole weights, so each rank holds the quantised model whole in
     host memory before it cuts its shards. `place` gets that model with its values, after
-    `zf.flatten_subclasses`, and may add adapters.
+    `zf.transforms.flatten_subclasses`, and may add adapters.
 
     With a config, communicates 16 bytes per rank, by which ranks learn that all have the same one.
 
@@ -85,13 +85,13 @@ def placed(
         StateError: Nothing was loaded inside, or `place` transformed nothing.
     """
     if callable(place) and (mesh, args, auto, frozen) != (None, None, None, False):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "placed() was given options for a DeepSpeed config, and a function.",
             fix='placed("ds_config.json", mesh, args=args); or placed(lambda model: '
-            'zf.zero3(model, mesh["dp"])) alone',
+            'zf.shard_params(model, mesh["dp"])) alone',
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "placed() was given something else where a mesh was expected.",
             got=type(mesh).__name__,
             fix='placed("ds_config.json", args=args); or placed("ds_config.json", mesh["dp"])',
@@ -103,7 +103,7 @@ def placed(
         not hasattr(PreTrainedModel, "maybe_distribute_model")
         or DistributedConfig().tp_size is None
     ):
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "This version of transformers cannot load a model that is transformed already.",
             why="it has no PreTrainedModel.maybe_distribute_model that a "
             "transform could stand in for",
@@ -123,7 +123,7 @@ def placed(
     ):
         yield
     if not loaded:
-        raise zf.StateError(
+        raise zf.errors.StateError(
             "Nothing was loaded inside placed().",
             fix="with placed(...): model = AutoModelForCausalLM.from_pretrained(folder)",
         )
@@ -157,13 +157,13 @@ def _as_read(wrap: Callable[..., DTensor], local: Tensor, like: DTensor) -> DTen
     return on_spec(local, like._spec)
 
 
-def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
-    return zf.CheckpointError(
+def _lacking(cls: type, **facts: object) -> zf.errors.CheckpointError:
+    return zf.errors.CheckpointError(
         "The files lack parameters of the model.",
         model=cls.__name__,
         **facts,
         why="ranks would draw initial values for their parts alike",
-        fix=f"load it whole, then transform: zf.zero3({cls.__name__}.from_pretrained(folder), "
+        fix=f"load it whole, then transform: zf.shard_params({cls.__name__}.from_pretrained(folder), "
         "mesh['dp'])",
     )
 
@@ -177,7 +177,7 @@ def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
     if method == QuantizationMethod.TORCHAO:
         return model  # transformed by `_from_pretrained`, when it has been read and quantised
     if method is not None:
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "placed() cannot load weights that are quantised in this way.",
             method=getattr(method, "value", method),
             why="shards are cut from plain memory, and what these were "
@@ -185,7 +185,7 @@ def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
             fix="quantise plain weights with torchao: from_pretrained(folder, "
             "quantization_config=TorchAoConfig(Int8WeightOnlyConfig())); if the config "
             "dequantises them, load without placed(): "
-            f"zf.zero3({cls.__name__}.from_pretrained(folder), mesh['dp'])",
+            f"zf.shard_params({cls.__name__}.from_pretrained(folder), mesh['dp'])",
         )
     model.tie_weights()  # a tie that is made after the transform would be two parameters
     placed_model = place_module(place, model)[0]
@@ -206,7 +206,7 @@ def _from_pretrained(
     names = ("distributed_config", "tp_plan", "tp_size")
     asked = next((name for name in names if options.get(name) is not None), None)
     if asked is not None:
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "from_pretrained was told to distribute a model that placed() transforms.",
             argument=f"{asked}={options[asked]!r}",
             fix=f"leave out {asked}, or load without placed()",
@@ -216,20 +216,20 @@ def _from_pretrained(
         model, info = read(
             cls, *args, **options, distributed_config=DistributedConfig(), output_loading_info=True
         )
-    except zf.ShardedAccessError as error:  # from the initialisation of what was not read
+    except zf.errors.ShardedAccessError as error:  # from the initialisation of what was not read
         raise _lacking(cls) from error
     if info["missing_keys"]:
         raise _lacking(cls, first=min(info["missing_keys"]))
     # A quantised model: transformers reads a folder that was saved quantised as trained.
-    if not zf.is_transformed(model):
+    if not zf.inspect.is_transformed(model):
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and subclass_of(parameter) is None)
-        model = place_module(place, zf.flatten_subclasses(model))[0]
+        model = place_module(place, zf.transforms.flatten_subclasses(model))[0]
     for axis in [axis for run in runs_of(model, verb="placed") for axis in run.transport.axes]:
         move_buffers(model, axis.device_type)
     for unit in units_of(model):
         unit.follow_moved()  # into memory of its own
         _trim()
-    zf.refresh(model)
+    zf.transforms.refresh(model)
     loaded.append(model)
     return (model, info) if with_info else model

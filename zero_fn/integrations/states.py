@@ -122,7 +122,7 @@ def require_not_overwritten(folder: Path) -> None:
     """Requires that what is in the folder was saved after files beside it were overwritten."""
     note, newest = folder / _OVERWRITING, _newest(folder)
     if note.is_file() and note.read_text() == newest.name:
-        raise zf.CheckpointError(
+        raise zf.errors.CheckpointError(
             "A save into this folder was killed: what is in it is of two steps.",
             folder=folder.parent,
             why="schedulers, random numbers and samplers may be of the later one, "
@@ -160,7 +160,7 @@ def load_states(
     newest, extra = _newest(folder), dict[str, Any]()
     for name, model, optimizer, where in _entries(models, optimizers):
         if not (newest / name).is_dir():
-            raise zf.CheckpointError(
+            raise zf.errors.CheckpointError(
                 "The checkpoint holds no states of a transformed model.",
                 folder=folder,
                 why="it was saved without them (save_only_model=True), "
@@ -213,7 +213,7 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | N
         model for model in models if any(id(parameter) in held for parameter in model.parameters())
     ]
     if len(found) > 1:
-        raise zf.StateError(
+        raise zf.errors.StateError(
             "The states of an optimizer that steps several models cannot be "
             "saved by the names of one.",
             models=", ".join(type(model).__name__ for model in found),

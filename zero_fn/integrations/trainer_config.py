@@ -68,7 +68,7 @@ def _auto_of(
         if steps or not path.endswith("_num_steps")
     ]
     if others:
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "A DeepSpeed config contradicts the arguments of its Trainer.",
             **{str(number): line for number, line in enumerate(others, 1)},
             fix='the same value in both; or "auto" in the config',

@@ -2,7 +2,7 @@
 
     from zero_fn.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
 
-    place = lambda model: zf.zero3(model, mesh["dp"])
+    place = lambda model: zf.shard_params(model, mesh["dp"])
     trainer = ZeroTrainer(model=model, args=args, train_dataset=..., place=place)
 
     trainer = ZeroTrainer(model=model, args=args, train_dataset=..., deepspeed="ds_config.json")
@@ -154,7 +154,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         """Reads from the DeepSpeed config how to place the model,
         scale losses, and finish the optimizer."""
         if self._place is not None or self._finish is not None:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "A ZeroTrainer was given a DeepSpeed config, and another way to place its model.",
                 fix='deepspeed="ds_config.json" alone; or place=, finish= without it',
             )
@@ -181,14 +181,14 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         Called at the end of `__init__`, and before training,
         because `train` may have made another model.
         """
-        is_plain = not zf.is_transformed(self.model)
+        is_plain = not zf.inspect.is_transformed(self.model)
         if is_plain or (self._place is not None and plain_trained(self.model)):
             if self._place is None:
-                raise zf.StateError(
+                raise zf.errors.StateError(
                     "A ZeroTrainer was given a plain model, and not what to make of it.",
                     model=type(self.model).__name__,
                     fix=f"{type(self).__name__}(..., place=lambda model: "
-                    "zf.zero3(model, mesh['dp']))",
+                    "zf.shard_params(model, mesh['dp']))",
                 )
             device = self.args.device if self.place_model_on_device else None
             model, new = place_module(self._place, self.model, device)
@@ -208,7 +208,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         # A plain model stays where it is: the transform moves each shard to the
         # device of its mesh as it is cut.
-        if zf.is_transformed(model):
+        if zf.inspect.is_transformed(model):
             super()._move_model_to_device(model, device)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
@@ -331,14 +331,14 @@ def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
     """Transforms the reference model of a trainer of trl as the policy,
     towards which it is moved parameter by parameter."""
     plain = getattr(trainer, "ref_model", None)
-    if plain is None or zf.is_transformed(plain):
+    if plain is None or zf.inspect.is_transformed(plain):
         return
     if place is None:
-        raise zf.ConfigError(
+        raise zf.errors.ConfigError(
             "sync_ref_model=True would mix a policy in shards with a whole reference model.",
             reference=type(plain).__name__,
             fix=f"a plain policy, and {type(trainer).__name__}(..., place=lambda model: "
-            "zf.zero3(model, mesh['dp'])), which places both; or ref_model= transformed in the "
+            "zf.shard_params(model, mesh['dp'])), which places both; or ref_model= transformed in the "
             "same way, where the trainer takes one",
         )
     device = trainer.args.device if trainer.place_model_on_device else None
@@ -365,7 +365,7 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
         return True
     saved, found = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
     if found["missing_keys"]:
-        raise zf.CheckpointError(
+        raise zf.errors.CheckpointError(
             f"The checkpoint lacks {len(found['missing_keys'])} parameters of the model.",
             first=min(found["missing_keys"]),
             folder=folder,
@@ -381,7 +381,7 @@ def _require_same_kind(folder: Path, model: nn.Module) -> None:
     and one of a whole model for a model with adapters."""
     has_adapters, is_peft = any(folder.rglob("adapter_config.json")), _peft_of(model) is not None
     if has_adapters and isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        raise zf.CheckpointError(
+        raise zf.errors.CheckpointError(
             "The checkpoint holds adapters alone, and the model has none.",
             folder=folder,
             fix="resume with adapters: ZeroTrainer(model=get_peft_model(base, config), ...); or "
@@ -389,7 +389,7 @@ def _require_same_kind(folder: Path, model: nn.Module) -> None:
             "is_trainable=True)",
         )
     if is_peft and not has_adapters and (folder / "config.json").is_file():
-        raise zf.CheckpointError(
+        raise zf.errors.CheckpointError(
             "The checkpoint holds a whole model, and the model has adapters.",
             folder=folder,
             fix="resume with the model that was saved; or begin another run from its weights: "
@@ -448,7 +448,7 @@ def _refuse_arguments(args: Any) -> None:
         "fsdp=...": (
             args.fsdp_plugin_args,
             "FSDP would shard the model, and so do its transforms",
-            "leave it out: place=lambda model: zf.zero3(model, mesh['dp'])",
+            "leave it out: place=lambda model: zf.shard_params(model, mesh['dp'])",
         ),
         "several devices for one process": (
             args.n_gpu > 1,
@@ -458,7 +458,7 @@ def _refuse_arguments(args: Any) -> None:
     }
     for name, (is_asked, why, fix) in asked.items():
         if is_asked:
-            raise zf.ConfigError(
+            raise zf.errors.ConfigError(
                 "A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix
             )
 

@@ -1,4 +1,4 @@
-"""`zf.preemption()`: a run that is told to leave (SIGTERM) saves first,
+"""`zf.distributed.preemption()`: a run that is told to leave (SIGTERM) saves first,
 and ends with a status that asks to be started again.
 
 [Note: a signal while a rank waits] Python runs a handler only once the main thread is back from C.
@@ -39,7 +39,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 class Preemption:
-    """Listens for signals; `zf.preemption` makes it."""
+    """Listens for signals; `zf.distributed.preemption` makes it."""
 
     def __init__(self, signals: Sequence[signal.Signals], within_s: float | None) -> None:
         self._flag = Flag()
@@ -128,7 +128,7 @@ def preemption(*signals: signal.Signals, within_s: float | None = None) -> Preem
 
     All ranks call it.
 
-        preemption = zf.preemption(within_s=25)
+        preemption = zf.distributed.preemption(within_s=25)
         for step in range(step, steps):
             ...
             if preemption.is_due():  # on all ranks, or on none

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from zero_fn.errors import MeshError, StateError, TierError
-from zero_fn.looking.held import Held
+from zero_fn.inspect.memory import Held
 from zero_fn.looking.links import LinkSpeeds, of_all_ranks
 from zero_fn.looking.predict import Plan, plan
 from zero_fn.looking.table import table
@@ -129,18 +129,18 @@ class Proposal:
 
         If the device is the host, with buffers.
         """
-        return self.held.by_memory(self.device_type)[0] + self.in_flight
+        return self.memory.by_memory(self.device_type)[0] + self.in_flight
 
     @property
     def host(self) -> int:
         """Beside an accelerator, bytes of host memory."""
-        return self.held.by_memory(self.device_type)[1]
+        return self.memory.by_memory(self.device_type)[1]
 
     @property
     def disk(self) -> int:
         """Bytes on a disk."""
         return sum(
-            self.held.tiers.get(str(tier), 0)
+            self.memory.tiers.get(str(tier), 0)
             for tier in set(self._kinds.values())
             if isinstance(tier, Nvme)
         )
@@ -291,8 +291,8 @@ def autoplan(
     """Predicts memory and step time of every stage, with more and more of the training
     state on a disk or on the host.
 
-        links = zf.measure_links(mesh["dp"], path="/local_nvme")
-        found = zf.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
+        links = zf.distributed.measure_links(mesh["dp"], path="/local_nvme")
+        found = zf.planning.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
         print(found)
         model = found.best.place(model, mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -347,7 +347,7 @@ def autoplan(
         raise MeshError(
             f"autoplan does not know how fast axis {axis} is.",
             measured=", ".join(map(repr, links.sent)) or "no axis",
-            fix=f'links = zf.measure_links(mesh["{axis.name}"]), over the axis that is planned',
+            fix=f'links = zf.distributed.measure_links(mesh["{axis.name}"]), over the axis that is planned',
         )
     tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
@@ -434,7 +434,7 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
             axis=axis,
             **({"tier": disks[0]} if disks else {}),
             missing=", ".join(missing),
-            fix=f'links = zf.measure_links(mesh["{axis.name}"]{path}), '
+            fix=f'links = zf.distributed.measure_links(mesh["{axis.name}"]{path}), '
             "on the machine that will train",
         )
     return [*hosts, *disks]
@@ -466,7 +466,7 @@ def predicted(
         _rest_in(chosen, units)
         planned = plan(placed, stock, backwards=backwards)
         without = plan(placed, backwards=backwards)
-        held, padding = planned.held, planned.padding
+        held, padding = planned.memory, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)

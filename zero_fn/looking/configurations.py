@@ -30,8 +30,8 @@ from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import Machine
 from zero_fn.looking.models import PlannedModel
 from zero_fn.looking.repeated import Stack, cut_to, of_all_layers, stacks_of
-from zero_fn.recipes import hybrid
 from zero_fn.streamed.pieces import Planner
+from zero_fn.transforms.hybrid import hybrid
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import shard_grads, shard_params
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme

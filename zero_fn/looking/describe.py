@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from zero_fn.looking.held import padding_nbytes
+from zero_fn.inspect.memory import padding_nbytes
 from zero_fn.looking.table import table
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.leg import Leg, form_text

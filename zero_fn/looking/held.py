@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.owners import ByOwner
-from zero_fn.resting import local_of
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.unit import Unit
@@ -20,6 +19,7 @@ from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import Streamed
 from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.values.chained_optimizer import Optimizers, members_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import is_accelerator, is_away
 
 __all__ = ["Held", "held", "padding_nbytes"]

@@ -4,7 +4,7 @@ of this machine or of those of torchrun.
     python -m zero_fn links --path /local_nvme --out links.json
     torchrun --nproc-per-node 8 -m zero_fn links --path /local_nvme --out links.json
 
-`zf.LinkSpeeds.read("links.json")` is for `zf.autoplan`.
+`zf.planning.LinkSpeeds.read("links.json")` is for `zf.planning.autoplan`.
 """
 
 from __future__ import annotations
@@ -63,10 +63,14 @@ def main(arguments: Sequence[str]) -> int:
     add(
         "--axis",
         default="dp",
-        help="the mesh axis that zf.autoplan is asked for (default: %(default)s)",
+        help="the mesh axis that zf.planning.autoplan is asked for (default: %(default)s)",
     )
     add("--json", action="store_true", help="print JSON, in bytes and bytes per second")
-    add("--out", metavar="FILE", help="write that JSON to a file, which zf.LinkSpeeds.read reads")
+    add(
+        "--out",
+        metavar="FILE",
+        help="write that JSON to a file, which zf.planning.LinkSpeeds.read reads",
+    )
     options = parser.parse_args(arguments)
     if options.seconds < 1 or options.ranks < 1:
         parser.error("--seconds and --ranks are at least 1")

@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.looking.held import Held, padding_nbytes
+from zero_fn.inspect.memory import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
 from zero_fn.runtime.bfloat16_step import kept_beside
@@ -99,7 +99,7 @@ class Plan:
             a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
             than they rest in.
         mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy
-            (`zf.mirror`). While one is made, the one before it is there, too. With several hosts as
+            (`zf.checkpoint.memory_copies`). While one is made, the one before it is there, too. With several hosts as
             many go to the next one for each copy, and as many come from another.
     """
 
@@ -121,13 +121,15 @@ class Plan:
 
         If the device is the host, buffers are included.
         """
-        return self.held.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
+        return (
+            self.memory.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
+        )
 
     @property
     def host_nbytes(self) -> int:
         """Beside an accelerator, bytes of host memory that training state takes:
         offloaded states, and buffers."""
-        return self.held.by_memory(self.device_type)[1]
+        return self.memory.by_memory(self.device_type)[1]
 
     def __str__(self) -> str:
         rows = [
@@ -138,9 +140,9 @@ class Plan:
             )
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
-        if self.held.buffers:
-            rows.append(("buffers", self.held.buffers, " of memory of the host"))
-        rows += [("  there", nbytes, f" in {tier}") for tier, nbytes in self.held.tiers.items()]
+        if self.memory.buffers:
+            rows.append(("buffers", self.memory.buffers, " of memory of the host"))
+        rows += [("  there", nbytes, f" in {tier}") for tier, nbytes in self.memory.tiers.items()]
         rows.append(("in flight", self.in_flight_nbytes, " at most, gathered and being reduced"))
         rows.append(("peak", self.peak_nbytes, " of memory at most, beside activations"))
         if self.host_nbytes:
@@ -185,7 +187,7 @@ def plan(
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the
             default) for Adam in float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
-        mirror: Whether copies are kept in shared memory (`zf.mirror`).
+        mirror: Whether copies are kept in shared memory (`zf.checkpoint.memory_copies`).
 
     Returns:
         A `Plan`. The schedule is the one that was recorded in a forward; before the first forward,
@@ -196,7 +198,7 @@ def plan(
     Raises:
         StateError: `module` was not transformed, or both an optimizer and its
             bytes per element were given.
-        LayoutError: Parameters would travel as differences (`zf.delta4`), and no rank keeps any.
+        LayoutError: Parameters would travel as differences (`zf.wire.delta4`), and no rank keeps any.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     units = units_of(module)

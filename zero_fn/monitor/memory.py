@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zero_fn.looking.held import Held
+from zero_fn.inspect.memory import Held
 from zero_fn.profiling.clock import resident_nbytes
 from zero_fn.storage.host_memory import available
 from zero_fn.values.tiers import is_accelerator

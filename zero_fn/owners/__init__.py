@@ -13,7 +13,7 @@ footprint      bytes that it takes and sends
 optimizer      the optimizer that does all this, and `by_owner`, which makes it
 """
 
-from zero_fn.owners.dealing import Dealt
+from zero_fn.owners.assignment import Dealt
 from zero_fn.owners.optimizer import ByOwner, by_owner
 
 __all__ = ["ByOwner", "Dealt", "by_owner"]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.owners.routes import Route, route_of
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import mesh_of
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["Cost", "Dealing", "Dealt", "batches", "cost_of"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.owners.optimizer import ByOwner
-from zero_fn.owners.shelf import STAGINGS
-from zero_fn.owners.trials import kept_of
+from zero_fn.owners.states_in_tier import STAGINGS
+from zero_fn.owners.trial import kept_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.footprint import Footprint, Link

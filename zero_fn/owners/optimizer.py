@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_map
 
 from zero_fn.advice import say_if_alone, say_if_rounded
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
-from zero_fn.owners.shelf import Shelf
+from zero_fn.owners.assignment import Cost, Dealing, Dealt, batches, cost_of
+from zero_fn.owners.batched_step import Arithmetic, Owned, step_batches
+from zero_fn.owners.exchange import LinesByAxis
 from zero_fn.owners.states import on_owners, states_on_all_ranks
-from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
-from zero_fn.owners.trials import require_independent
-from zero_fn.owners.trips import LinesByAxis
-from zero_fn.resting import rest_gradient
+from zero_fn.owners.states_in_tier import Shelf
+from zero_fn.owners.trial import require_independent
 from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.optimizers import require_own_shard
 from zero_fn.runtime.slot import meshes_of, slot_of
@@ -31,6 +30,7 @@ from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.states import loaded
 from zero_fn.tiers.tier_tensor import in_memory
 from zero_fn.transport.agree import on_all_ranks
+from zero_fn.values.dtensors import rest_gradient
 from zero_fn.values.tiers import Tier, nbytes_of_text
 
 __all__ = ["ByOwner", "by_owner"]

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from zero_fn.owners.dealing import Dealt, batches
-from zero_fn.owners.trips import Carried, LinesByAxis, collected, spread
-from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.owners.assignment import Dealt, batches
+from zero_fn.owners.exchange import Carried, LinesByAxis, collected, spread
 from zero_fn.runtime.slot import mesh_of
 from zero_fn.tiers.tier_tensor import in_memory
 from zero_fn.transport.agree import axes_of, exchange_bytes
 from zero_fn.transport.links import line_over
 from zero_fn.transport.trip import Trip
+from zero_fn.values.dtensors import local_of, on_spec, spec_on
 
 __all__ = ["on_owners", "states_on_all_ranks"]
 

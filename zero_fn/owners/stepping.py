@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.owners.dealing import Dealt
-from zero_fn.owners.shelf import Shelf
-from zero_fn.owners.trips import Carried, LinesByAxis, collected, spread
-from zero_fn.resting import local_of
+from zero_fn.owners.assignment import Dealt
+from zero_fn.owners.exchange import Carried, LinesByAxis, collected, spread
+from zero_fn.owners.states_in_tier import Shelf
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.streamed.inner_optimizer import raw_step, stand_in
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.line import Work
 from zero_fn.transport.trip import Trip
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.numbering import Numbering
 
 __all__ = ["Arithmetic", "Owned", "States", "step_batches"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_fn.owners.dealing import Dealt
+from zero_fn.owners.assignment import Dealt
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import Axis

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_fn.errors import StateError
-from zero_fn.looking.held import Held, held
+from zero_fn.inspect.memory import Held, held
 from zero_fn.looking.predict import Plan, plan
 from zero_fn.profiling.analysis import (
     Findings,
@@ -175,7 +175,10 @@ class Profile(Findings):
         more["held"] = {"in memory": self._held.total, **self._held.tiers}
         more["planned"] = planned and {
             "sent": {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes},
-            "held": {"in memory": planned.held.total + planned.padding.total, **planned.held.tiers},
+            "held": {
+                "in memory": planned.memory.total + planned.padding.total,
+                **planned.memory.tiers,
+            },
             "moved": _moved(planned),
             "peak": planned.peak_nbytes,
         }

@@ -25,7 +25,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import ShardedAccessError, StateError
-from zero_fn.resting import local_of
 from zero_fn.runtime.call_context import is_transforming
 from zero_fn.runtime.gradient_hooks import defer_hooks
 from zero_fn.runtime.gradients import Reduction
@@ -36,6 +35,7 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, UnitUse, will_execute
 from zero_fn.runtime.whole_buffers import Lent
 from zero_fn.transport.agree import Bits
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["gather", "gather_again", "returns_gradients"]
 

@@ -49,8 +49,8 @@ from torch.optim import (
 )
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import cut_alike, local_of, on_spec
 from zero_fn.runtime.slot import slot_of
+from zero_fn.values.dtensors import cut_alike, local_of, on_spec
 
 __all__ = [
     "TORCH_ELEMENTWISE",

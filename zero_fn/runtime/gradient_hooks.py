@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.resting import as_plain
 from zero_fn.runtime.slot import Slot, slot_of
+from zero_fn.values.dtensors import as_plain
 
 __all__ = ["defer_hooks", "gradient_hooks", "parameter_hooks"]
 

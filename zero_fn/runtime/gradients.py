@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import PlacementError, StorageError
-from zero_fn.resting import as_plain, goes_through_dlpack, local_of, on_spec, rest_gradient, rested
 from zero_fn.runtime.gradient_hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.group import Group, dense_offsets
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -35,6 +34,14 @@ from zero_fn.tiers.offloaded_state import OffloadedState
 from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.trip import Trip
+from zero_fn.values.dtensors import (
+    as_plain,
+    goes_through_dlpack,
+    local_of,
+    on_spec,
+    rest_gradient,
+    rested,
+)
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "settle_gradients"]
 

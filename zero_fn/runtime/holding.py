@@ -10,9 +10,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import CheckpointError
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of, spec_of
 from zero_fn.values.box import Holding, whole_box
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.layout import ShardLayout
 from zero_fn.values.numbering import Numbering
 

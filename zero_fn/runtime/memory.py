@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import StorageError
-from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.tiers.compute_copies import ParameterRecord
@@ -19,6 +18,7 @@ from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line, Work
+from zero_fn.values.dtensors import local_of, resting_parameter
 from zero_fn.values.home import ReshardAfter
 from zero_fn.values.tiers import Shelved
 

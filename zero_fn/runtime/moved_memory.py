@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.resting import as_plain, local_of, resting_parameter, set_local
 from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.replaced_parameters import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.tiers.tier_tensor import TierTensor, same_place
+from zero_fn.values.dtensors import as_plain, local_of, resting_parameter, set_local
 
 __all__ = ["follow", "is_current", "require_in_memory"]
 
@@ -28,7 +28,7 @@ def require_in_memory(memory: Memory, unit: str) -> None:
         raise StateError(
             "The model is evicted: its parameters are not in memory.",
             unit=unit or "root",
-            fix="bring it back first: evicted = zf.evict(model, optimizer, "
+            fix="bring it back first: evicted = zf.offload_states(model, optimizer, "
             "to=...); ...; evicted.restore()",
         )
 

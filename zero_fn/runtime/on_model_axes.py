@@ -18,8 +18,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.resting import on_spec
 from zero_fn.runtime.slot import Slot
+from zero_fn.values.dtensors import on_spec
 
 __all__ = ["arrived", "local_gradient", "placed"]
 

@@ -41,13 +41,13 @@ from torch.optim.optimizer import (
 )
 
 from zero_fn.errors import CheckpointError, StaleError, StateError
-from zero_fn.resting import alone, on_spec, rest_gradient, spec_on
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, require_elementwise, steps_locally
 from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, unit_of
+from zero_fn.values.dtensors import alone, on_spec, rest_gradient, spec_on
 
 __all__ = [
     "require_own_shard",

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import Slot
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["PendingGradient"]
 

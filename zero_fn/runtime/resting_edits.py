@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import Slot, slot_on
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.tiers.tier_tensor import written_by
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["copy_handlers", "note_edited", "watch_edits"]
 

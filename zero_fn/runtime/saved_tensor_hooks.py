@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.values.dtensors import on_spec
 
 __all__ = [
     "begin_packing",

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import alone, as_plain, local_of, spec_on
 from zero_fn.runtime.extension import EXTENSION, Extension
 from zero_fn.runtime.parameter_kind import ParameterKind
 from zero_fn.runtime.path import Path, path_of
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory, same_place
+from zero_fn.values.dtensors import alone, as_plain, local_of, spec_on
 from zero_fn.values.grid import Grid, local_part
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import ShardLayout

@@ -26,12 +26,12 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import on_spec
 from zero_fn.runtime.call_context import in_compute_dtype
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
+from zero_fn.values.dtensors import on_spec
 
 __all__ = [
     "begin_whole",

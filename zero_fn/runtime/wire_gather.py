@@ -143,6 +143,6 @@ def require_held(group: Group) -> None:
             parameter=group.slots[0],
             gather=kind.gather,
             why="they are freed after each use, or rest in another tier",
-            fix="gather=zf.int8(); or shard_grads in place of shard_params; or over two axes "
+            fix="gather=zf.wire.int8(); or shard_grads in place of shard_params; or over two axes "
             "shard_params inside a node and shard_grads between nodes; in memory of the device",
         )

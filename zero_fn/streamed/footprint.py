@@ -16,7 +16,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, staging_form, whole_pages
 from zero_fn.storage.stored_files import StoredFiles
@@ -26,6 +25,7 @@ from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
 from zero_fn.streamed.shared_blocks import sent_along
 from zero_fn.streamed.tier_places import groups_of
 from zero_fn.tiers.parcels import record_nbytes
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
 __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.resting import at_same_address, local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.bfloat16_step import as_kept, step_dtype_of
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, looks_at_whole_tensors
+from zero_fn.values.dtensors import at_same_address, local_of
 
 __all__ = [
     "Schema",

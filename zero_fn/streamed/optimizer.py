@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
-from zero_fn.resting import rest_gradient
 from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.optimizers import take_over_states
@@ -38,6 +37,7 @@ from zero_fn.streamed.states import States, loaded
 from zero_fn.streamed.stepping import Steps
 from zero_fn.streamed.tier_places import follow
 from zero_fn.transport.agree import on_all_ranks
+from zero_fn.values.dtensors import rest_gradient
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "TakesTier", "planned", "streamed"]

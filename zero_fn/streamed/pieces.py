@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
-from zero_fn.resting import local_of
 from zero_fn.runtime.bfloat16_step import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import Stored, whole_pages
@@ -31,6 +30,7 @@ from zero_fn.streamed.tier_places import RestsAt, device_of, follow, passing_siz
 from zero_fn.tiers.parcels import Parcel, padded_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.values.chunks import Piece, chunks_of
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.strides import flat_in, is_dense
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 

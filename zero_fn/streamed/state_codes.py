@@ -30,9 +30,9 @@ from torch import Tensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode, decode_by, encode, encode_by
-from zero_fn.resting import local_of
 from zero_fn.runtime.bfloat16_step import COMPENSATION
 from zero_fn.streamed.inner_optimizer import Schema
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.numbering import Numbering
 from zero_fn.values.strides import dense_stride, flat_in
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
-from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.bfloat16_step import step_dtype_of
 from zero_fn.storage import InMemory, Store, staging_for
 from zero_fn.streamed.inner_optimizer import stand_in
@@ -22,6 +21,7 @@ from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner, name_of, roo
 from zero_fn.streamed.pipeline import ChunkPipeline
 from zero_fn.streamed.state_codes import Divided
 from zero_fn.streamed.tier_places import place_of
+from zero_fn.values.dtensors import local_of, on_spec, spec_on
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.strides import in_strides
 from zero_fn.values.tiers import Tier

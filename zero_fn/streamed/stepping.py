@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.runtime.holding import numbering_of
@@ -40,6 +39,7 @@ from zero_fn.streamed.windows import Window, Windows
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agree import on_all_ranks
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.strides import in_strides
 
 __all__ = ["Steps"]

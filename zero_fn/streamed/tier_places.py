@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_fn.resting import local_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of
@@ -17,6 +16,7 @@ from zero_fn.tiers.compute_copies import ParameterRecord
 from zero_fn.tiers.parcels import Parcel, planned_parcels
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["RestsAt", "device_of", "follow", "groups_of", "passing_sizes", "place_of", "records_of"]

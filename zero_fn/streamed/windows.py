@@ -18,7 +18,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import NOTHING, InMemory, StagingBuffers
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
@@ -27,6 +26,7 @@ from zero_fn.tiers.parcels import padded_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.side_stream import side_stream
 from zero_fn.tiers.tier_tensor import TierTensor, same_place
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.strides import in_strides, is_dense
 from zero_fn.values.tiers import is_accelerator
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
-from zero_fn.resting import at_same_address, local_of, on_spec, set_local
 from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import Slab
@@ -24,6 +23,7 @@ from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.offloaded_activations import bytes_of
 from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.chained_optimizer import Optimizers, members_of
+from zero_fn.values.dtensors import at_same_address, local_of, on_spec, set_local
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.strides import is_dense
 from zero_fn.values.tiers import Cpu, Tier, bytes_text
@@ -37,7 +37,7 @@ def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -
     """Moves parameters, gradients and optimizer states to host memory,
     and frees theirs until they are restored.
 
-        evicted = zf.evict(model, optimizer, to=zf.cpu())
+        evicted = zf.offload_states(model, optimizer, to=zf.cpu())
         rollouts = generate()                   # another model has the memory
         evicted.restore()
 
@@ -67,7 +67,7 @@ def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -
         raise LayoutError(
             "evict moves to host memory only.",
             to=to,
-            fix="zf.evict(model, optimizer, to=zf.cpu()); for a disk, zf.save(path, model, "
+            fix="zf.offload_states(model, optimizer, to=zf.cpu()); for a disk, zf.save(path, model, "
             "optimizer) before the model is deleted, and zf.load(path, model, optimizer) into "
             "a new one",
         )
@@ -141,7 +141,7 @@ class Evicted:
         if not self._hooks:
             raise StateError(
                 "The model was restored already.",
-                fix="evicted = zf.evict(model, optimizer, to=...) again, and restore that",
+                fix="evicted = zf.offload_states(model, optimizer, to=...) again, and restore that",
             )
         if self._held:
             tensors = on_all_ranks(
@@ -198,7 +198,7 @@ class Evicted:
             raise StateError(
                 "The model is evicted: its parameters are not in memory.",
                 where=str(self),
-                fix="evicted.restore(), where evicted = zf.evict(model, optimizer, to=...)",
+                fix="evicted.restore(), where evicted = zf.offload_states(model, optimizer, to=...)",
             )
 
         hooked: list[Any] = [*self._module.modules(), *self._optimizers]

@@ -36,11 +36,11 @@ def flatten_subclasses(module: M) -> M:
 
         quantize_(model, Int8WeightOnlyConfig())  # of torchao: frozen weights,
                                                   below adapters that are trained
-        model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
+        model = zf.shard_params(zf.transforms.flatten_subclasses(model), mesh["dp"])
 
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)  # or: trained
         convert_to_float8_training(model, config=config)
-        model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
+        model = zf.shard_params(zf.transforms.flatten_subclasses(model), mesh["dp"])
 
     Other transforms cut plain memory, and refuse tensor subclasses. The parts are plain: an int8
     weight rests as int8 values and their scales, 1/n of each on a rank, and they are gathered
@@ -79,7 +79,7 @@ def flatten_subclasses(module: M) -> M:
         raise StateError(
             "flatten_subclasses comes before other transforms.",
             module=type(module).__name__,
-            fix="model = zf.flatten_subclasses(model), then zf.shard_params(model, mesh['dp'])",
+            fix="model = zf.transforms.flatten_subclasses(model), then zf.shard_params(model, mesh['dp'])",
         )
     named = distinct_parameters(module, takes_subclasses=True)
     found = [each for each in named if subclass_of(each.parameter) is not None]

@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 def gather_in(module: M, *methods: str) -> M:
     """Lets methods other than `forward` read whole parameters, gathered as `forward` gathers them.
 
-        model = zf.gather_in(model, "encode", "decoder.generate")
+        model = zf.register_forward_method(model, "encode", "decoder.generate")
 
     Only a method that reads weights itself (`x @ self.weight`) needs this. One that calls modules,
     or `self(x)`, works as it is. An undeclared method meets this rank's shard, and torch raises
@@ -57,7 +57,7 @@ def _require_method(module: nn.Module, name: str) -> None:
         raise LayoutError(
             f"There is no method {name!r}.",
             module=type(module).__name__,
-            fix="name methods of its class, or of modules inside it: zf.gather_in(model, "
+            fix="name methods of its class, or of modules inside it: zf.register_forward_method(model, "
             "'encode', 'decoder.generate')",
         )
     if (

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import CheckpointError
-from zero_fn.resting import local_of
 from zero_fn.runtime.optimizers import require_own_shard, sharded
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
@@ -26,6 +25,7 @@ from zero_fn.runtime.unit import unit_of
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.values.digests import content_digest
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiled import Tiled
 from zero_fn.values.units import subclass_of

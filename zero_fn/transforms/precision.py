@@ -57,11 +57,11 @@ def precision(
         module: Any module, transformed or not, before or after other transforms.
         compute: Dtype of parameters and inputs in forward and backward.
         reduce: Dtype of gradient sums. Or the format in which gradients travel, for slow links:
-            `zf.int4()`, `zf.int8()`, `zf.float8()`. Ranks send one another coded addends, and sum
+            `zf.wire.int4()`, `zf.wire.int8()`, `zf.wire.float8()`. Ranks send one another coded addends, and sum
             them in float32 in the order of the ranks; over a second axis the sums are coded once
             more. A block with NaN or infinity arrives as NaN.
-        gather: The format in which parameters travel: `zf.int8()`, `zf.int4()`, `zf.float8()`, or
-            `zf.delta4()` for the change since they travelled last. All ranks compute with what
+        gather: The format in which parameters travel: `zf.wire.int8()`, `zf.wire.int4()`, `zf.wire.float8()`, or
+            `zf.wire.delta4()` for the change since they travelled last. All ranks compute with what
             travelled, the owner too, so the numbers are the same at every stage and for every
             number of ranks. Whole parameters are then beside those at rest, at stages 0 to 2, too:
             an element of `compute` more. Over two axes, of which the first shards parameters and
@@ -161,14 +161,14 @@ def precision(
 
 def _require_formats(gather: object, reduce: object) -> None:
     if not isinstance(gather, Wire | None):
-        fix = "gather=zf.int8(); compute=torch.bfloat16"
+        fix = "gather=zf.wire.int8(); compute=torch.bfloat16"
         raise LayoutError("Parameters travel in a format.", gather=gather, fix=fix)
     if isinstance(reduce, Wire) and reduce.is_difference:
         raise LayoutError(
             "Gradients do not travel as differences.",
             reduce=reduce,
             why="each is another one, and no rank holds the last",
-            fix="reduce=zf.int4(), gather=zf.delta4()",
+            fix="reduce=zf.wire.int4(), gather=zf.wire.delta4()",
         )
 
 

@@ -22,7 +22,6 @@ from torch.jit import ScriptModule
 from zero_fn.advice import advise_at_first_step
 from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
-from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry_point import EntryPoint, Method, attach, detach
 from zero_fn.runtime.gradient_hooks import gradient_hooks, parameter_hooks
@@ -50,6 +49,7 @@ from zero_fn.transport.agree import Outcome
 from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.digests import content_digests
+from zero_fn.values.dtensors import at_same_address, local_of, set_local, spanned
 from zero_fn.values.grid import Grid, grid_of
 from zero_fn.values.tiers import Shelved
 from zero_fn.values.tiled import is_tile

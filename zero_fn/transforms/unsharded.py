@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor, nn
 
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of
 from zero_fn.runtime.blocks import Body, UserBlock, opened
 from zero_fn.runtime.registry import require_idle, runs_of, units_of, with_parameters
 from zero_fn.runtime.slot import Slot
@@ -19,6 +18,7 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_leaves import begin_whole, end_whole
 from zero_fn.transport.agree import agree_along
 from zero_fn.values.digests import content_digests
+from zero_fn.values.dtensors import local_of
 
 __all__ = ["refresh", "unsharded"]
 
@@ -109,7 +109,7 @@ def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
         why="its gradient would be dropped with the whole parameter, which is a copy, "
         "and not be reduced over ranks",
         fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or "
-        "read the parameter in a method that gathers: model = zf.gather_in(model, 'method'); or "
+        "read the parameter in a method that gathers: model = zf.register_forward_method(model, 'method'); or "
         "with torch.no_grad() if no gradient is wanted",
     )
 

@@ -361,7 +361,7 @@ def _explained(failure: Failure, collective: str, axis: Axis) -> ZeroError:
             here=here,
             why="it is stopped, or busy outside the collectives, or waits for something else",
             fix="see where it is (py-spy dump --pid); if it only needs longer: "
-            "zf.guard(deadline_s=...)",
+            "zf.distributed.set_deadline(...)",
         )
     return LostRankError(
         f"{who} closed the connection.",

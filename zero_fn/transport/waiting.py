@@ -104,7 +104,7 @@ def set_deadline(seconds: float | str, name: str = "deadline_s") -> None:
 def guard(*, deadline_s: float | None = None, compare: None = None) -> Iterator[None]:
     """Sets, for the block, how long a collective may wait.
 
-        with zf.guard(deadline_s=30):
+        with zf.distributed.set_deadline(30):
             train(model)
 
     Communicates nothing. The environment variable `ZERO_FN_DEADLINE_S` sets

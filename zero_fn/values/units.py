@@ -156,7 +156,7 @@ def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
             parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
             why="shards are cut from plain memory: what the class computes, "
             "and what it keeps beside, would be lost",
-            fix="model = zf.flatten_subclasses(model) first: it rests as the plain tensors that "
+            fix="model = zf.transforms.flatten_subclasses(model) first: it rests as the plain tensors that "
             "it is made of (one, if it is trained), and travels as fsdp_pre_all_gather says; or "
             "transform the modules beside it: model.head = zf.shard_params(model.head, axis); or "
             "train plain values: nn.Parameter(weight.dequantize())",

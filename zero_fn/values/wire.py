@@ -56,7 +56,7 @@ class Wire:
             raise LayoutError(
                 "There is no such format.",
                 got=repr(self),
-                fix="zf.int8(), zf.int4(), zf.float8() or zf.delta4()",
+                fix="zf.wire.int8(), zf.wire.int4(), zf.wire.float8() or zf.wire.delta4()",
             )
         if not 32 <= self.block <= _MOST_NUMEL:
             raise LayoutError(
@@ -149,7 +149,7 @@ def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> W
     """A byte an element, and a scale in float32 for each block:
     what travels has 0.51 of the bytes of bfloat16.
 
-        model = zf.precision(model, gather=zf.int8(), reduce=zf.int4())
+        model = zf.precision(model, gather=zf.wire.int8(), reduce=zf.wire.int4())
 
     Args:
         block: Most elements of a row of the tensor that share a scale, 32 to 4096.

@@ -182,7 +182,7 @@ def test_the_table_of_one_node_is_what_its_program_computes():
     assert list(found) == list(space["ROWS"])
     for row, cells in found.items():
         plans = [space["needs"](row, grads) for grads in (None, space["torch"].bfloat16)]
-        on_gpu = [f"{plan.held.on_device / 1e9:.1f} ({plan.peak_nbytes / 1e9:.1f})" for plan in plans]
+        on_gpu = [f"{plan.memory.on_device / 1e9:.1f} ({plan.peak_nbytes / 1e9:.1f})" for plan in plans]
         assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
 
 
@@ -194,8 +194,8 @@ def test_the_tables_of_one_gpu_are_what_their_program_computes():
         plans = [space["needs"](model, way + 1) for way in range(len(space["WAYS"]))]
         assert first == [str(space["first_that_fits"](plans, *machine)) for machine in space["MACHINES"]]
         for way, (plan, cells) in enumerate(zip(plans, needed, strict=True), 1):
-            disk = sum(nbytes for tier, nbytes in plan.held.tiers.items() if tier.startswith("nvme"))
-            gpu = f"{plan.held.on_device / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})"
+            disk = sum(nbytes for tier, nbytes in plan.memory.tiers.items() if tier.startswith("nvme"))
+            gpu = f"{plan.memory.on_device / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})"
             assert cells == [str(way), gpu, f"{plan.host_nbytes / 1e9:,.1f}", f"{disk / 1e9:,.1f}"], (model, way)
 
 

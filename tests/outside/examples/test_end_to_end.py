@@ -34,7 +34,7 @@ for step in range(5):
     began_s = time.monotonic()
     try:
         model(x).square().mean().backward()
-    except zf.LostRankError as error:
+    except zf.errors.LostRankError as error:
         print(f"after {time.monotonic() - began_s:.1f} s: {error}", flush=True)
         os._exit(7)
     optimizer.step()

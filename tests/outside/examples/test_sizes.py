@@ -92,6 +92,6 @@ def test_experts_on_an_axis_of_their_own(stage):
         model = stage(zf.precision(model), mesh["dp"], units=type(model.model.layers[0]))
         model = stage(model, mesh["ep"], where=lambda name, _: name not in stacked)
         plan = zf.plan(model, torch.optim.AdamW(model.parameters()))
-    held, sent = plan.held.total / 1e9, plan.sent_nbytes / 1e9
+    held, sent = plan.memory.total / 1e9, plan.sent_nbytes / 1e9
     row = f"| 8x22B, `zf.{stage.__name__}` | {held:.1f} | {plan.in_flight_nbytes / 1e9:.1f} | {sent:.1f} |"
     assert row in (ROOT / "docs" / "guides" / "experts.md").read_text(encoding="utf-8")

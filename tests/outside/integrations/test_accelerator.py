@@ -91,7 +91,7 @@ def test_prepared_models_have_the_numbers_of_replicas():
         options = {"gradient_accumulation_steps": microbatches}
         wanted = _train(_parts(_accelerator(False, **options), llama()), 4, 0.5)
         parts = _parts(_accelerator(**options), llama(), in_two=microbatches == 2)
-        assert zf.is_transformed(parts[1])
+        assert zf.inspect.is_transformed(parts[1])
         with zf.traffic() as sent:
             found = _train(parts, 4, 0.5)
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
@@ -145,7 +145,7 @@ def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder):
     configured = {"deepspeed": said, "mixed_precision": "bf16", "gradient_accumulation_steps": 2}
     assert _train_two(*parts(_accelerator(**configured), apart=False), 8) == losses
     fix = r"accelerator.prepare\(model, \(muon, adamw\)"
-    with pytest.raises(zf.ConfigError, match=rf"given several optimizers(.|\n)*{fix}"):
+    with pytest.raises(zf.errors.ConfigError, match=rf"given several optimizers(.|\n)*{fix}"):
         parts(_accelerator(**configured), apart=True)
 
 
@@ -174,7 +174,7 @@ def test_a_state_is_loaded_to_the_bit(folder):
     dist.barrier()
     shutil.rmtree(Path(folder, "zero_fn"), ignore_errors=True)
     dist.barrier()
-    with pytest.raises(zf.CheckpointError, match="holds no states"):
+    with pytest.raises(zf.errors.CheckpointError, match="holds no states"):
         accelerator.load_state(folder)
 
 
@@ -239,7 +239,7 @@ def _killed(folder):
         at(0)
         try:
             accelerator.load_state(str(left / "last"))
-        except zf.CheckpointError as error:
+        except zf.errors.CheckpointError as error:
             assert {float(p.full_tensor().mean()) for model in models for p in model.parameters()} == {0.0}
             return str(error).partition(":")[0]
         steps = {float(p.full_tensor().unique()) for model in models for p in model.parameters()}
@@ -298,22 +298,24 @@ def test_what_does_not_fit_is_refused(folder):
     accelerator = _accelerator()
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(zf.StaleError, match="built before its model was transformed"):
+    with pytest.raises(zf.errors.StaleError, match="built before its model was transformed"):
         accelerator.prepare(place()(model), optimizer)
     model(input_ids=Counting().tokens[:2], labels=Counting().tokens[:2]).loss.backward()
     optimizer.step()
-    with pytest.raises(zf.StateError, match="took steps before its model was transformed"):
+    with pytest.raises(zf.errors.StateError, match="took steps before its model was transformed"):
         accelerator.prepare(model, optimizer)
     for place_of, message in ((lambda _: None, "returned nothing"), (lambda m: m, "that no transform has made")):
         accelerator.place = place_of
-        with pytest.raises(zf.StateError, match=message):
+        with pytest.raises(zf.errors.StateError, match=message):
             accelerator.prepare(llama())
     accelerator = _accelerator()
     one, other = accelerator.prepare(nn.Linear(8, 8), nn.Linear(8, 8))
     accelerator.prepare(torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))
-    with pytest.raises(zf.StateError, match="steps several models"):
+    with pytest.raises(zf.errors.StateError, match="steps several models"):
         accelerator.save_state(folder)
-    with pytest.raises(zf.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'):
+    with pytest.raises(
+        zf.errors.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'
+    ):
         _accelerator(mixed_precision="fp16")
 
 
@@ -493,7 +495,7 @@ def test_what_contradicts_a_config_is_refused():
     from accelerate.utils import DeepSpeedPlugin
 
     for ways in ({"deepspeed": zero(3)}, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)}):
-        with pytest.raises(zf.ConfigError, match="several ways to place"):
+        with pytest.raises(zf.errors.ConfigError, match="several ways to place"):
             _accelerator(place=place(), **ways)
     own = {"type": "AdamW", "params": {"lr": 1e-3}}
     for text, said, stand_ins in (  # of accelerate, which a program has in place of an optimizer and a scheduler
@@ -503,11 +505,11 @@ def test_what_contradicts_a_config_is_refused():
         ("DummyScheduler stands for the scheduler", {**zero(3), "optimizer": ADAM}, True),
         ("contradicts the mixed_precision", {**_said(3), "bf16": {"enabled": False}}, True),
     ):
-        with pytest.raises(zf.ConfigError, match=text):
+        with pytest.raises(zf.errors.ConfigError, match=text):
             _configured(said, llama(), stand_ins=stand_ins)
-    with pytest.raises(zf.ConfigError, match=r"clips gradients, and the program(.|\n)*1\.0(.|\n)*0\.5"):
+    with pytest.raises(zf.errors.ConfigError, match=r"clips gradients, and the program(.|\n)*1\.0(.|\n)*0\.5"):
         _train(_configured(_said(3), llama()), max_norm=0.5)
-    with pytest.raises(zf.ConfigError, match=r"train_micro_batch_size_per_gpu(.|\n)*auto"):
+    with pytest.raises(zf.errors.ConfigError, match=r"train_micro_batch_size_per_gpu(.|\n)*auto"):
         _accelerator(deepspeed=zero(3)).prepare(llama())
-    with pytest.raises(zf.ConfigError, match="placed in another way"):
+    with pytest.raises(zf.errors.ConfigError, match="placed in another way"):
         _accelerator(deepspeed=zero(3) | {"train_micro_batch_size_per_gpu": 2}).prepare(place("zero1")(llama()))

@@ -65,7 +65,7 @@ def with_adapter(kind):
         for name, base in bases.items():
             if "up_proj" in name:
                 base.weight = nn.Parameter(to_nf4(base.weight.detach(), 32, 16), requires_grad=False)
-        model = zf.flatten_subclasses(model)
+        model = zf.transforms.flatten_subclasses(model)
         assert {torch.int8, torch.uint8} <= {parameter.dtype for parameter in model.parameters()}
     return model
 
@@ -219,10 +219,10 @@ def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder)
         (llama(), "adapters", "PeftModel.from_pretrained"),
         (with_adapter("lora"), "whole", "get_peft_model"),
     ):
-        with pytest.raises(zf.CheckpointError, match=fix):
+        with pytest.raises(zf.errors.CheckpointError, match=fix):
             zero_trainer(f"{folder}/other", model).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
     merged = place()(with_adapter("lora")).merge_and_unload()
-    with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
+    with pytest.raises(zf.errors.PlacementError, match=r"merge_adapter\(\)"):
         merged(**_batch())
 
 
@@ -243,13 +243,13 @@ def test_adapters_that_are_computed_from_a_placed_base_want_it_whole():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     for kind, options in _READ.items():
         wanted = _losses(adapted(llama(), "q_proj", **options), is_replica=True)
-        with pytest.raises((zf.PlacementError, zf.ShardedAccessError), match="before the transform"):
-            zf.zero3(adapted(zf.zero3(llama(), mesh), "q_proj", **options), mesh)
+        with pytest.raises((zf.errors.PlacementError, zf.errors.ShardedAccessError), match="before the transform"):
+            zf.shard_params(adapted(zf.shard_params(llama(), mesh), "q_proj", **options), mesh)
         if kind != "copies":
-            base = zf.zero3(llama(), mesh)
+            base = zf.shard_params(llama(), mesh)
             with zf.unsharded(base, writeback=True):
                 model = adapted(base, "q_proj", **options)
-            found = _losses(zf.zero3(model, mesh), is_replica=False)
+            found = _losses(zf.shard_params(model, mesh), is_replica=False)
             torch.testing.assert_close({kind: found}, {kind: wanted}, atol=1e-5, rtol=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_adapters_on_meta_are_not_drawn_as_the_model_would_draw_them():
     """Theirs begin at 0."""
     start()
     with torch.device("meta"):
-        model = zf.zero3(adapted(llama(), "q_proj"), axis())
-    with pytest.raises(zf.StateError, match=r"module +: Linear \(base_model.*lora_B"):
+        model = zf.shard_params(adapted(llama(), "q_proj"), axis())
+    with pytest.raises(zf.errors.StateError, match=r"module +: Linear \(base_model.*lora_B"):
         zf.materialize(model, "cpu")
     assert all(parameter.is_meta for parameter in model.parameters())

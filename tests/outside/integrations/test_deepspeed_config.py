@@ -63,7 +63,7 @@ def test_a_config_trains_to_the_numbers_of_replicas(folder):
     wanted = numbers(stock_trainer(folder, llama()))
     ours = configured(folder, zero(2, offload_optimizer=HOST))
     require_close(numbers(ours), wanted)
-    assert zf.is_transformed(ours.model)
+    assert zf.inspect.is_transformed(ours.model)
     assert ours.settings.micro_batch_size == 2
 
 
@@ -210,9 +210,9 @@ def test_a_config_that_cannot_be_followed_is_refused(folder):
     """Beside `test_public_configs.py`: what is known when the training begins, and another way to place."""
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}}
     by_epochs = configured(folder, {**zero(3), "scheduler": scheduler}, max_steps=-1, num_train_epochs=1)
-    with pytest.raises(zf.ConfigError, match="total_num_steps = 9, and the steps of the training is 8"):
+    with pytest.raises(zf.errors.ConfigError, match="total_num_steps = 9, and the steps of the training is 8"):
         by_epochs.train()
-    with pytest.raises(zf.ConfigError, match="another way to place"):
+    with pytest.raises(zf.errors.ConfigError, match="another way to place"):
         zero_trainer(folder, llama(), given={"deepspeed": zero(3)})
 
 
@@ -231,7 +231,7 @@ def test_models_are_cut_by_their_own_plans(folder, name):
     plain = _planned(name)
     plain(**given).loss.backward()
     wanted = {name: each.grad for name, each in plain.named_parameters()}
-    zf.save_pretrained(zf.zero3(_planned(name), axis()), folder)
+    zf.save_pretrained(zf.shard_params(_planned(name), axis()), folder)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
     config |= {"tensor_parallel": {"autotp_size": 2}, "activation_checkpointing": {"partition_activations": True}}
     for model, weights in ((_planned(name), None), (on_meta(folder), folder)):
@@ -240,7 +240,7 @@ def test_models_are_cut_by_their_own_plans(folder, name):
         for own, each in setup.model.named_parameters():
             torch.testing.assert_close(each.grad.full_tensor(), wanted[own], rtol=1e-4, atol=1e-6)
     if name == "llama":
-        with pytest.raises(zf.ConfigError, match="num_key_value_heads 1 over 2 ranks"):
+        with pytest.raises(zf.errors.ConfigError, match="num_key_value_heads 1 over 2 ranks"):
             zf.from_deepspeed(_planned(name, heads=1), config, axis())
 
 
@@ -293,7 +293,9 @@ def test_what_is_read_into_shards_trains_as_a_plain_model(folder, tiers):
     assert numbers(trained(on_meta(folder), weights=folder)) == wanted
     assert numbers(trained(llama(seed=1, **options), weights=folder)) == wanted, "read over initial values, too"
     assert numbers(trained(model, weights=folder)) == wanted, "and over those that a placed model has by now"
-    with pytest.raises(zf.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"):
+    with pytest.raises(
+        zf.errors.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"
+    ):
         numbers(trained(on_meta(folder)))
 
     dtypes = {"bf16.enabled": bf16, "fp16.enabled": False}
@@ -322,7 +324,7 @@ def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder):
             return read(folder)
 
     def in_bf16(model, **options):
-        return zf.precision(zf.zero3(model, axis(), **options), compute=torch.bfloat16)
+        return zf.precision(zf.shard_params(model, axis(), **options), compute=torch.bfloat16)
 
     def fitting(model):
         return zf.offload(in_bf16(model), optim=zf.cpu())
@@ -330,15 +332,15 @@ def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder):
     wanted = numbers(_trainer(folder, host, read(folder)))
     assert numbers(_trainer(folder, host, loaded(fitting))) == wanted
     for other in (
-        lambda model: zf.zero2(model, axis()),
-        lambda model: zf.zero3(model, axis()),  # another dtype
+        lambda model: zf.shard_grads(model, axis()),
+        lambda model: zf.shard_params(model, axis()),  # another dtype
         lambda model: in_bf16(model, where=lambda name, _: name != "model.norm.weight"),
         fitting,  # another tier
     ):
-        with pytest.raises(zf.ConfigError, match="placed in another way"):
+        with pytest.raises(zf.errors.ConfigError, match="placed in another way"):
             _trainer(folder, zero(3), loaded(other))
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    with pytest.raises(zf.MeshError):
+    with pytest.raises(zf.errors.MeshError):
         _trainer(folder, host, loaded(fitting), mesh=grid["b"])
 
 
@@ -382,11 +384,11 @@ def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder):
     for text, way, given in (
         (r"bf16\.enabled, fp16\.enabled", (zero(3),), {}),
         ("contradicts the arguments", ({**zero(3), "gradient_clipping": 2.0},), {"args": args}),
-        ("and a function", (lambda model: zf.zero3(model, axis()),), {"frozen": True}),
+        ("and a function", (lambda model: zf.shard_params(model, axis()),), {"frozen": True}),
         ("cannot be read", (f"{folder}/absent.json",), {}),
         (r"got : TrainingArguments(.|\n)*args=args", (zero(3), args), {}),
     ):
-        with pytest.raises(zf.ConfigError, match=text), placed(*way, **given):
+        with pytest.raises(zf.errors.ConfigError, match=text), placed(*way, **given):
             read(folder)
 
 

@@ -90,7 +90,7 @@ def test_ranks_whose_forwards_send_nothing_wait_for_nobody():
     model = zf.replicate(llama().eval(), axis())
     tokens_of(model)
     if dist.get_rank() == 0:
-        with zf.traffic() as sent, zf.guard(deadline_s=10):
+        with zf.traffic() as sent, zf.distributed.set_deadline(10):
             assert torch.equal(tokens_of(model), tokens_of(llama().eval()))
         assert not sent.calls
 

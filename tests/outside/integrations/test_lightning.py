@@ -38,7 +38,7 @@ def _module(stage, *, extra=False, make=torch.optim.AdamW):
                 self.scale = nn.Parameter(torch.ones(()))
 
         def configure_model(self):
-            if stage is not None and not zf.is_transformed(self.model):
+            if stage is not None and not zf.inspect.is_transformed(self.model):
                 self.model = place(stage)(self.model)
 
         def training_step(self, batch, _):
@@ -84,7 +84,7 @@ def test_a_fit_has_the_numbers_of_replicas(folder):
         _, wanted = _fit(folder, _module(None), "ddp", **options)
         with zf.traffic() as sent:
             trainer, found = _fit(folder, _module("zero3"), **options)
-        assert zf.is_transformed(found.model)
+        assert zf.inspect.is_transformed(found.model)
         assert trainer.global_step == 3
         torch.testing.assert_close(found.losses, wanted.losses, atol=2e-5, rtol=2e-5)
         calls.append(sent.calls["reduce-scatter"])
@@ -145,17 +145,17 @@ def test_weights_are_validated_at_another_stage(folder):
     trainer.save_checkpoint(path, weights_only=True)
     loss = trainer.validate(module, _loader(8), verbose=False)
     assert trainer.validate(_module("zero2"), _loader(8), path, verbose=False) == loss
-    with pytest.raises(zf.ConfigError, match="storage_options are those of a plugin"):
+    with pytest.raises(zf.errors.ConfigError, match="storage_options are those of a plugin"):
         trainer.save_checkpoint(f"{folder}/elsewhere.ckpt", storage_options={"anon": True})
 
 
 @at_night
 def test_what_nobody_would_reduce_is_refused(folder):
     for kind, text, module, options in (
-        (zf.StateError, "1 trained parameters belong to no", _module("zero3", extra=True), {}),
-        (zf.StateError, "belong to no transformed module", _module(None), {}),
-        (zf.ConfigError, "sync_batchnorm", _module("zero3"), {"sync_batchnorm": True}),
-        (zf.PlacementError, r"zf\.by_owner\(Adafactor", _module("zero3", make=torch.optim.Adafactor), {}),
+        (zf.errors.StateError, "1 trained parameters belong to no", _module("zero3", extra=True), {}),
+        (zf.errors.StateError, "belong to no transformed module", _module(None), {}),
+        (zf.errors.ConfigError, "sync_batchnorm", _module("zero3"), {"sync_batchnorm": True}),
+        (zf.errors.PlacementError, r"zf\.by_owner\(Adafactor", _module("zero3", make=torch.optim.Adafactor), {}),
     ):
         with pytest.raises(kind, match=text):
             _fit(folder, module, max_steps=1, **options)

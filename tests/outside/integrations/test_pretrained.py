@@ -94,7 +94,7 @@ def test_a_base_that_torchao_quantises_is_placed(folder):
         assert torch.equal(logits_of(model), logits_of(plain)), source
         quantised = [parameter for parameter in model.parameters() if parameter.dtype == torch.int8]
         assert quantised and all(parameter.to_local().numel() * 2 == parameter.numel() for parameter in quantised)
-    with pytest.raises(zf.CheckpointError, match="A quantised model is not saved"):
+    with pytest.raises(zf.errors.CheckpointError, match="A quantised model is not saved"):
         zf.save_pretrained(model, f"{folder}/exported")
 
     def with_adapters(model):
@@ -129,19 +129,19 @@ def test_a_base_that_others_quantise_is_refused_unread(folder):
     with patch.object(PreTrainedModel, "_load_pretrained_model", side_effect=AssertionError("read")):
         for source, more in ((folder, four_bits), (f"{folder}/quantised", {})):
             with (
-                pytest.raises(zf.ConfigError, match=r"placed\(\) cannot load weights that are quantised"),
+                pytest.raises(zf.errors.ConfigError, match=r"placed\(\) cannot load weights that are quantised"),
                 placed(place()),
             ):
                 AutoModelForCausalLM.from_pretrained(source, **more)
-    with pytest.raises(zf.PlacementError, match=r"fix +: quantise with torchao"):
-        zf.flatten_subclasses(plain)
+    with pytest.raises(zf.errors.PlacementError, match=r"fix +: quantise with torchao"):
+        zf.transforms.flatten_subclasses(plain)
 
 
 @pytest.mark.parametrize("build", [tied, gpt2, mixtral])
 @at_night
 def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_shards(folder, build):
     start()
-    model = zf.zero3(build(), axis())
+    model = zf.shard_params(build(), axis())
     zf.save_pretrained(model, folder, max_shard="20KB")
     zf.save_pretrained(model, f"{folder}/half", dtype=torch.bfloat16)
     loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
@@ -154,7 +154,7 @@ def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_
         return  # whose experts have other names in files: `placed` reads them
     with torch.device("meta"):
         again = build()
-    again = zf.zero3(again, axis())
+    again = zf.shard_params(again, axis())
     zf.load_pretrained(again, folder)
     assert torch.equal(logits_of(again), wanted)
     require_equal(dict(again.named_buffers()), dict(loaded.named_buffers()))
@@ -169,13 +169,13 @@ def test_what_placed_cannot_load_is_refused(folder):
 
     written(folder, llama, torch.float32)
     before = PreTrainedModel.from_pretrained, PreTrainedModel.maybe_distribute_model
-    with pytest.raises(zf.StateError, match="Nothing was loaded"), placed(place()):
+    with pytest.raises(zf.errors.StateError, match="Nothing was loaded"), placed(place()):
         gpt2()
-    with pytest.raises(zf.ConfigError, match="told to distribute"), placed(place()):
+    with pytest.raises(zf.errors.ConfigError, match="told to distribute"), placed(place()):
         AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
-    with pytest.raises(zf.StateError, match="no transform has made"), placed(lambda model: model):
+    with pytest.raises(zf.errors.StateError, match="no transform has made"), placed(lambda model: model):
         read(folder)
-    with pytest.raises(zf.CheckpointError, match="lack parameters"), placed(place()):
+    with pytest.raises(zf.errors.CheckpointError, match="lack parameters"), placed(place()):
         AutoModelForSequenceClassification.from_pretrained(folder)
     assert before == (PreTrainedModel.from_pretrained, PreTrainedModel.maybe_distribute_model)
-    assert not zf.is_transformed(read(folder))
+    assert not zf.inspect.is_transformed(read(folder))

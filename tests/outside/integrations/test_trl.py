@@ -144,7 +144,7 @@ def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder, trainer):
     for kind in ("mixin", "before"):
         ours = _trainer(folder, trainer, kind, CASES[trainer])
         require_close(numbers(ours), wanted, 5e-5)
-        assert zf.is_transformed(ours.model)
+        assert zf.inspect.is_transformed(ours.model)
 
 
 @at_night
@@ -160,7 +160,7 @@ def test_a_reference_model_is_placed_and_evicted_by_itself(folder):
     ours = place("zero3")(reference())
     away = evicted(ours)
     for _ in range(2):
-        assert zf.held(ours).parameters == 0
+        assert zf.memory(ours).parameters == 0
         away.restore()
         require_close(numbers(_trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)), wanted, 5e-5)
         away = evicted(ours)
@@ -180,5 +180,5 @@ def test_a_reference_model_moves_towards_the_policy(folder, trainer):
         moved = dict(ours.ref_model.named_parameters())
         for name, parameter in theirs.ref_model.named_parameters():
             torch.testing.assert_close(moved[name].full_tensor(), parameter, atol=1e-5, rtol=1e-5)
-    with pytest.raises(zf.ConfigError, match="whole reference model"):
+    with pytest.raises(zf.errors.ConfigError, match="whole reference model"):
         _trainer(folder, trainer, "before", options)

@@ -74,7 +74,7 @@ def place(stage="zero3", **options):
 def on_a_disk(folder):
     """A stage over all ranks, whose state rests on a disk."""
     disk = zf.nvme(folder)
-    return lambda model: zf.offload(zf.zero3(model, axis()), params=disk, grads=disk, optim=disk)
+    return lambda model: zf.offload(zf.shard_params(model, axis()), params=disk, grads=disk, optim=disk)
 
 
 def llama(seed=0, **options):

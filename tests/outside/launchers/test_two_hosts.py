@@ -218,7 +218,7 @@ def test_who_is_left_is_told_in_time_of_a_link_that_broke(hosts, tmp_path, fault
         dist.barrier()
         time.sleep(0.2)  # the barrier is over everywhere, and no message is on the link
         try:
-            with zf.guard(deadline_s=deadline_s):
+            with zf.distributed.set_deadline(deadline_s):
                 if when == "save":
                     zf.save(tmp_path / "step-2", model, optimizer, extra={"last": StrikesInSave(fault)})
                 for number in range(1, 4):
@@ -359,7 +359,7 @@ def mirrored(folder, until):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     said = zf.resume(folder, model, optimizer)
     first = said["step"] if said else 0
-    mirror = zf.mirror(folder, model, optimizer, every=1)
+    mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
     for number in range(first, until):
         step_of_all(model, optimizer, number)
         mirror.update(extra={"step": number + 1})

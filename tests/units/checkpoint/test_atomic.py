@@ -199,7 +199,7 @@ def test_weights_that_are_replaced_are_always_one_model(before, after, tmp_path)
         read = model(0)
         try:
             zf.load_pretrained(read, folder)
-        except (zf.CheckpointError, zf.StorageError):
+        except (zf.errors.CheckpointError, zf.errors.StorageError):
             return None
         (value,) = torch.cat([p.reshape(-1) for p in read.parameters()]).unique().tolist()
         return float(value)
@@ -226,7 +226,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     with small_disk(tmp_path / "disk", "size=256k") as disk:
         saved(disk, 1)
         model = nn.Linear(300, 300)
-        with pytest.raises(zf.StorageError, match="ENOSPC"):
+        with pytest.raises(zf.errors.StorageError, match="ENOSPC"):
             zf.save(disk / "step-2", model)
         assert loaded_step(disk) == 1
         assert [path.name for path in disk.iterdir()] == ["step-1"]
@@ -241,7 +241,7 @@ def test_a_path_that_vanishes_is_a_typed_error(at, tmp_path):
         if number == at:
             shutil.rmtree(tmp_path / ".step-2.saving")
 
-    with before_each_call(vanish), pytest.raises(zf.StorageError, match="ENOENT"):
+    with before_each_call(vanish), pytest.raises(zf.errors.StorageError, match="ENOENT"):
         saved(tmp_path, 2)
     assert loaded_step(tmp_path) == 1
 
@@ -278,11 +278,15 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
 @on_ranks(3)
 def test_a_write_in_the_background_that_fails_on_one_rank_is_told_on_all(folder):
     """By `wait`, by the next save and by a load."""
-    model, path, fails = zf.zero3(nn.Linear(4, 4), axis()), Path(folder), dist.get_rank() == 1
+    model, path, fails = zf.shard_params(nn.Linear(4, 4), axis()), Path(folder), dist.get_rank() == 1
     zf.save(path / "step-1", model)
     full = {"side_effect": OSError(errno.ENOSPC, "full")} if fails else {"wraps": os.fsync}
     for number in range(3):
-        told = pytest.raises(zf.StorageError, match="ENOSPC") if fails else refused("checkpoint_failed_on_another_rank")
+        told = (
+            pytest.raises(zf.errors.StorageError, match="ENOSPC")
+            if fails
+            else refused("checkpoint_failed_on_another_rank")
+        )
         with patch.object(os, "fsync", **full):
             saving = zf.save(path / "step-2", model, background=True)
             asked = saving.wait, lambda: zf.save(path / "step-3", model), lambda: zf.load(path, model)
@@ -308,7 +312,7 @@ def _ended_before(folder, victim):
     if dist.get_rank() == victim:
         os._exit(3)
     begin = time.monotonic()
-    with zf.guard(deadline_s=60), pytest.raises(zf.LostRankError):
+    with zf.distributed.set_deadline(60), pytest.raises(zf.errors.LostRankError):
         zf.save(folder / "step-1", nn.Linear(2, 2))
     (folder / f"rank{dist.get_rank()}").write_text(str(time.monotonic() - begin))
 
@@ -322,7 +326,7 @@ def test_a_rank_that_ended_before_the_first_save_is_told_before_the_deadline(vic
 
 def _killed(folder, at, how):
     """The second rank is killed while it saves; the others write what they are told."""
-    model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
+    model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
     zf.save(folder / "step-1", model)
 
     def kill(number, _):
@@ -333,7 +337,7 @@ def _killed(folder, at, how):
     try:
         with before_each_call(kill):
             zf.save(folder / "step-2", model, background=how == "async").wait()
-    except zf.LostRankError:
+    except zf.errors.LostRankError:
         said = "LostRankError"
     (folder / f"rank{dist.get_rank()}").write_text(said)
 

@@ -64,7 +64,7 @@ def test_only_some_kinds_are_kept(tmp_path):
     assert main(command) == 0
     model = built()
     assert zf.load(tmp_path / "a", model) == {}
-    with pytest.raises(zf.CheckpointError, match="no states"):
+    with pytest.raises(zf.errors.CheckpointError, match="no states"):
         _loaded(tmp_path / "a")
 
 

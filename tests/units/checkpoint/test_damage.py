@@ -188,7 +188,7 @@ def test_whatever_befalls_a_file_is_found_before_anything_changes(reader, damage
             try:
                 assert differing(expected, read()) == []
                 harmless += 1
-            except (zf.CheckpointError, zf.StorageError) as error:
+            except (zf.errors.CheckpointError, zf.errors.StorageError) as error:
                 said.append((path.name, str(error)))
     assert len(said) > harmless
     assert reader not in SURE or harmless == 0
@@ -204,7 +204,7 @@ def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path):
     gc.collect()  # of tests before
     opened = len(os.listdir("/proc/self/fd"))
     for raw in (path.read_bytes(), flip(path)):
-        with instead(path, raw), suppress(zf.CheckpointError):
+        with instead(path, raw), suppress(zf.errors.CheckpointError):
             zf.load(tmp_path, *run_of(2.5))
         gc.collect()  # of what raised while it was opened
         assert len(os.listdir("/proc/self/fd")) == opened
@@ -213,7 +213,7 @@ def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path):
 @on_ranks(2)
 def test_damage_names_file_tensor_and_rank(folder):
     path, rank = Path(folder), dist.get_rank()
-    model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
+    model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
     zf.save(path / "step-1", model)
     if rank == 0:
         file = path / "step-1" / "model" / "00001-0.safetensors"
@@ -221,7 +221,7 @@ def test_damage_names_file_tensor_and_rank(folder):
     dist.barrier()
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     told = r"failed on rank 1(.|\n)*00001-0\.safetensors"
-    with refused("checkpoint_is_damaged") if rank else pytest.raises(zf.CheckpointError, match=told):
+    with refused("checkpoint_is_damaged") if rank else pytest.raises(zf.errors.CheckpointError, match=told):
         zf.load(path, model)
     assert all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -230,7 +230,7 @@ def test_a_damaged_one_is_not_passed_over_in_silence(tmp_path):
     saved(tmp_path)
     zf.save(tmp_path / "step-2", *run_of(2.0))
     (tmp_path / "step-2" / "rank-00000.json").unlink()
-    with pytest.raises(zf.StorageError, match="step-2"):
+    with pytest.raises(zf.errors.StorageError, match="step-2"):
         zf.load(tmp_path, *run_of(1.0))
     zf.load(tmp_path / "step-1", *run_of(1.0))
 
@@ -239,7 +239,7 @@ def test_files_of_another_checkpoint_are_refused(tmp_path):
     saved(tmp_path)
     zf.save(tmp_path / "step-2", *run_of(2.0))
     shutil.copy(tmp_path / "step-2" / "rank-00000.json", tmp_path / "step-1" / "rank-00000.json")
-    with pytest.raises(zf.CheckpointError, match="belongs to another checkpoint"):
+    with pytest.raises(zf.errors.CheckpointError, match="belongs to another checkpoint"):
         zf.load(tmp_path / "step-1", *run_of(1.0))
 
 
@@ -263,7 +263,7 @@ def test_once_says_that_the_model_is_partly_loaded(tmp_path):
     path = tmp_path / "step-1" / "optimizer" / "00000-0.safetensors"
     path.write_bytes(flip(path))
     model, optimizer = run_of(2.5)
-    with pytest.raises(zf.CheckpointError) as caught:
+    with pytest.raises(zf.errors.CheckpointError) as caught:
         zf.load(tmp_path, model, optimizer, verify="once")
     assert "partly loaded" in caught.value.__notes__[0]
     assert torch.equal(model[0].weight, torch.full((5, 3), 1.5))
@@ -279,7 +279,7 @@ def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path):
     before = model[0].bias.detach().clone()
     with refused("checkpoint_does_not_fit"):
         zf.load(tmp_path, model, optimizer, extra={"schedule": object()})
-    with pytest.raises(zf.CheckpointError, match=r"0\.weight: \[5, 3\] in the checkpoint"):
+    with pytest.raises(zf.errors.CheckpointError, match=r"0\.weight: \[5, 3\] in the checkpoint"):
         zf.load(tmp_path, model, strict=False)
     assert torch.equal(model[0].bias, before)
     assert optimizer.param_groups[0]["lr"] == 7.0
@@ -299,7 +299,7 @@ def test_names_may_be_changed_left_out_and_missing(tmp_path):
     assert all(bool((state["momentum_buffer"] == 1.5).all()) for state in optimizer.state.values())
     assert optimizer.param_groups[0]["lr"] == 1.5
     larger = nn.Sequential(*run_of(2.5)[0], nn.Linear(5, 1))
-    with pytest.raises(zf.CheckpointError, match=r"2\.weight: not in the checkpoint"):
+    with pytest.raises(zf.errors.CheckpointError, match=r"2\.weight: not in the checkpoint"):
         zf.load(tmp_path, larger)
     smaller = run_of(2.5)[0][:1]
     for module in (larger, smaller):
@@ -328,7 +328,7 @@ def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path
 
     zf.save(tmp_path / "step-1", model(1.0))
     other = model(0.0)
-    with pytest.raises(zf.CheckpointError, match="mask: expanded here"):
+    with pytest.raises(zf.errors.CheckpointError, match="mask: expanded here"):
         zf.load(tmp_path, other)
     assert torch.equal(other.weight, torch.zeros(2, 2))
     other.mask = other.mask.contiguous()
@@ -339,7 +339,7 @@ def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path
 def test_bits_are_not_lost_in_smaller_dtypes(tmp_path):
     saved(tmp_path)
     model = run_of(1.0)[0]
-    with pytest.raises(zf.CheckpointError, match="bits would be lost"):
+    with pytest.raises(zf.errors.CheckpointError, match="bits would be lost"):
         zf.load(tmp_path, model.bfloat16())
     zf.save(tmp_path / "step-2", model)
     wide = run_of(7.0)[0]
@@ -370,7 +370,7 @@ WITHOUT_A_FORM = {"e": defaultdict(int), "s": type("Steps", (list,), {})(), "a":
 
 @pytest.mark.parametrize("values", WITHOUT_A_FORM.values())
 def test_values_without_a_form_are_refused(values, tmp_path):
-    with pytest.raises(zf.CheckpointError):
+    with pytest.raises(zf.errors.CheckpointError):
         zf.save(tmp_path / "a", extra={"x": values})
 
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_saved_is_refused_with_its_path(name, tmp_path):
 
 
 def test_what_a_module_saves_in_its_own_way_is_refused(tmp_path):
-    with pytest.raises(zf.CheckpointError, match="'packed'"):
+    with pytest.raises(zf.errors.CheckpointError, match="'packed'"):
         zf.save(tmp_path / "a", _Own(2, 2))
 
 
@@ -451,7 +451,7 @@ def _tried(parent, raw, file):
         assert len(zf.checkpoints(parent)) == 2
         try:
             assert torch.equal(read()["0.weight"], torch.full((5, 3), 1.5))
-        except (zf.CheckpointError, zf.StorageError):
+        except (zf.errors.CheckpointError, zf.errors.StorageError):
             return True
     return False
 
@@ -556,7 +556,7 @@ def _is_refused(folder):
     before = model.weight.detach().clone()
     try:
         zf.load_pretrained(model, folder)
-    except (zf.CheckpointError, zf.StorageError):
+    except (zf.errors.CheckpointError, zf.errors.StorageError):
         assert torch.equal(model.weight, before)
         return True
     return False
@@ -608,7 +608,7 @@ def test_indices_of_safetensors_that_were_made_by_hand_are_typed_errors(index, t
 
 
 def _loaded_in_parts(folder):
-    model = zf.zero3(nn.Linear(700, 700, bias=False), axis())
+    model = zf.shard_params(nn.Linear(700, 700, bias=False), axis())
     zf.load(folder, model)
     return full(model.weight)
 
@@ -621,5 +621,8 @@ def test_a_tensor_of_several_blocks_has_a_digest_for_each(ranks, tmp_path):
         assert torch.equal(found, model.weight)
     file = next((tmp_path / "step-1" / "model").iterdir())
     for at, block in ((-1, "1048576 to 1960000"), (-1_500_000, "0 to 1048576")):
-        with instead(file, flip(file, at)), pytest.raises(zf.CheckpointError, match=f"bytes {block} of its part"):
+        with (
+            instead(file, flip(file, at)),
+            pytest.raises(zf.errors.CheckpointError, match=f"bytes {block} of its part"),
+        ):
             zf.load(tmp_path, model)

@@ -98,7 +98,7 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path, monkeypatch)
     assert entered.wait(10)
     assert not saving.is_done()
     go.set()
-    with pytest.raises(zf.StorageError, match="No space left"):
+    with pytest.raises(zf.errors.StorageError, match="No space left"):
         zf.save(tmp_path / "step-2", model)
     monkeypatch.undo()
     assert saving.is_done()
@@ -150,7 +150,7 @@ def _messages(folder):
 
         return call
 
-    model = zf.zero3(nn.Linear(64, 3), axis())
+    model = zf.shard_params(nn.Linear(64, 3), axis())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zf.save(folder / "step-1", model)  # makes a process group
     others = ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor")
@@ -170,7 +170,7 @@ def test_a_rank_sends_as_many_messages_whatever_their_number(ranks, n, tmp_path)
 
 def _over_many(folder):
     """Saves and loads on many ranks; how many of them a reader has asked, and what differs."""
-    model = zf.zero3(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3)), simulated_axis())
+    model = zf.shard_params(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3)), simulated_axis())
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = parameter.detach() * 0.5
@@ -188,7 +188,7 @@ def test_a_reader_asks_a_few_of_many_ranks(simulated, tmp_path):
         assert asked <= 8 + 1
         assert wrong == []
     other = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3))
-    with pytest.raises(zf.CheckpointError, match="20 ranks have saved different values"):
+    with pytest.raises(zf.errors.CheckpointError, match="20 ranks have saved different values"):
         zf.load(tmp_path, other)
     zf.load(tmp_path, other, only="model")
 
@@ -201,7 +201,7 @@ def test_names_are_changed_in_models_only(tmp_path):
 
 @on_ranks(2)
 def test_ranks_that_name_different_folders_are_told(folder):
-    with pytest.raises(zf.DisagreementError, match="ranks 0 and 1 were given different arguments"):
+    with pytest.raises(zf.errors.DisagreementError, match="ranks 0 and 1 were given different arguments"):
         zf.save(f"{folder}/step-{dist.get_rank()}", nn.Linear(2, 2))
     dist.barrier()
     assert list(Path(folder).iterdir()) == []
@@ -213,7 +213,10 @@ def _alone(folder):
         while not told.exists():
             time.sleep(0.05)  # it never calls save, and ends once the other has been told
         return
-    with zf.guard(deadline_s=1), pytest.raises(zf.LostRankError, match="call save and load on every rank"):
+    with (
+        zf.distributed.set_deadline(1),
+        pytest.raises(zf.errors.LostRankError, match="call save and load on every rank"),
+    ):
         zf.save(folder / "step-1", nn.Linear(2, 2))
     told.touch()
 
@@ -247,7 +250,7 @@ def test_stages_of_a_pipeline_are_one_checkpoint(ranks, tmp_path):
     whole = nn.ModuleDict({name: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for name in "01"})
     zf.load(tmp_path, whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9))
     del whole["1"]
-    with pytest.raises(zf.CheckpointError, match="not in the model"):
+    with pytest.raises(zf.errors.CheckpointError, match="not in the model"):
         zf.load(tmp_path, whole)
 
 
@@ -255,7 +258,7 @@ def test_stages_of_a_pipeline_are_one_checkpoint(ranks, tmp_path):
 def test_stages_with_the_same_names_are_refused(folder):
     seed_generator(dist.get_rank())
     stage = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * dist.get_rank())
-    with pytest.raises(zf.CheckpointError, match="different tensors under one name"):
+    with pytest.raises(zf.errors.CheckpointError, match="different tensors under one name"):
         zf.save(f"{folder}/step-1", stage)
     dist.barrier()
     assert list(Path(folder).iterdir()) == []
@@ -275,7 +278,7 @@ def _loaded_on_each_host(saved):
 
 
 def _closed_mirror(folder):
-    mirror = zf.mirror(folder, nn.Linear(2, 2))
+    mirror = zf.checkpoint.memory_copies(folder, nn.Linear(2, 2))
     mirror.close()
     mirror.update()
 
@@ -292,7 +295,7 @@ test_refusals = refusals(
         "checkpoint_loads_nothing": lambda: zf.load("runs", only="weights"),
         "checkpoint_in_a_folder_of_each_host": _made_on_each_host,
         "checkpoint_of_another_host": _loaded_on_each_host,
-        "mirror_every_no_step": lambda: zf.mirror("runs", nn.Linear(2, 2), every=0),
+        "mirror_every_no_step": lambda: zf.checkpoint.memory_copies("runs", nn.Linear(2, 2), every=0),
         "mirror_that_is_closed": _closed_mirror,
         "mirror_named_wrongly": _misnamed_mirror,
     }
@@ -306,7 +309,7 @@ test_refusals = refusals(
 def test_torch_distributed_checkpoint_reads_the_files_of_the_model(folder):
     seed_generator(0)
     plain = Decoder()
-    zf.save(f"{folder}/step-1", zf.zero3(plain, axis()))
+    zf.save(f"{folder}/step-1", zf.shard_params(plain, axis()))
     state = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(f"{folder}/step-1/model"), no_dist=True)
     assert differing(plain.state_dict(), state) == []

@@ -38,7 +38,7 @@ def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path):
 def test_tiles_are_saved_as_if_they_were_whole(folder, streams):
     plain, whole = (nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)) for _ in range(2))
     zf.save(f"{folder}/plain", plain)
-    model = zf.zero3(zf.tile(copy.deepcopy(whole), parts=3, where="0.*"), axis())
+    model = zf.shard_params(zf.tile(copy.deepcopy(whole), parts=3, where="0.*"), axis())
     zf.load(f"{folder}/plain", model)
     assert torch.equal(model(torch.ones(1, 3)), plain(torch.ones(1, 3)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,7 +119,7 @@ def _peaks(where, folder):
     torch.set_num_threads(1)
     with alone() as mesh:
         model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4)))
-        model = zf.zero3(model, mesh)
+        model = zf.shard_params(model, mesh)
         if where == "disk":
             model = zf.offload(model, params=zf.nvme(folder), grads=zf.nvme(folder))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

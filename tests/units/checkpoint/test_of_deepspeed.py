@@ -168,7 +168,9 @@ def _joined(kind):
 
 def _wrong(stage, kind):
     """What is not, to the bit, as DeepSpeed had it."""
-    model = {"plain": lambda m, _: m, "zero1": zf.zero1, "zero3": zf.zero3}[stage](_joined(kind), axis())
+    model = {"plain": lambda m, _: m, "zero1": zf.shard_optimizer, "zero3": zf.shard_params}[stage](
+        _joined(kind), axis()
+    )
     optimizer, rename = None if "plain" in kind else adamw(model), RENAME.get(kind.partition("_")[0])
     extra = zf.load(HERE / kind, model, optimizer, rename=rename, only=None if optimizer else "model")
     wrong = [] if optimizer is None or extra["epoch"] == 3 else ["epoch"]

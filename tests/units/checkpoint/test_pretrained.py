@@ -98,7 +98,7 @@ def test_values_are_rounded_to_the_dtype_at_rest(source, target, tmp_path):
     expected = {name: value.detach().to(source) for name, value in Decoder().state_dict().items()}
     save_file(expected, tmp_path / "model.safetensors")
     with alone() as mesh, torch.device("meta"):
-        model = zf.zero3(Decoder().to(target), mesh)
+        model = zf.shard_params(Decoder().to(target), mesh)
         zf.load_pretrained(model, tmp_path / "model.safetensors")
     assert all(torch.equal(full(value), expected[name].to(target)) for name, value in model.state_dict().items())
 
@@ -112,7 +112,7 @@ def test_tied_parameters_are_found_by_any_of_their_names(names, tmp_path, monkey
     save_file({name: value.clone() for name in names}, tmp_path / "weights.safetensors")
     with alone() as mesh:
         with torch.device("meta"):
-            model = zf.zero3(Tied("a", "b"), mesh)
+            model = zf.shard_params(Tied("a", "b"), mesh)
         zf.load_pretrained(model, tmp_path)
         assert torch.equal(full(model.a.weight), value)
         assert model.a.weight is model.b.weight
@@ -125,7 +125,7 @@ def test_names_are_mapped_and_what_is_missing_is_drawn(tmp_path):
     save_file({"old.weight": torch.full((2, 3), 4.0)}, tmp_path / "a.safetensors")
     with alone() as mesh:
         with torch.device("meta"):
-            model = zf.zero3(nn.Linear(3, 2), mesh)
+            model = zf.shard_params(nn.Linear(3, 2), mesh)
         seed_generator(0)
         zf.load_pretrained(model, tmp_path, rename={r"^old\.": ""}, strict=False)
         seed_generator(0)
@@ -135,16 +135,16 @@ def test_names_are_mapped_and_what_is_missing_is_drawn(tmp_path):
 
 def test_scaled_numbers_of_a_byte_are_not_read_as_values(tmp_path):
     save_file({"weight": torch.ones(2, 3).to(torch.float8_e4m3fn), "bias": torch.ones(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(zf.CheckpointError, match=r"weight: torch\.float8_e4m3fn in the checkpoint"):
+    with pytest.raises(zf.errors.CheckpointError, match=r"weight: torch\.float8_e4m3fn in the checkpoint"):
         zf.load_pretrained(nn.Linear(3, 2), tmp_path)
 
 
 def test_folders_without_safetensors_are_refused(tmp_path):
     model = nn.Linear(3, 2)
-    with pytest.raises(zf.StorageError):
+    with pytest.raises(zf.errors.StorageError):
         zf.load_pretrained(model, tmp_path / "nowhere")
     zf.save(tmp_path / "runs" / "step-1", model)
-    with pytest.raises(zf.CheckpointError, match=r"zf\.load\(folder"):
+    with pytest.raises(zf.errors.CheckpointError, match=r"zf\.load\(folder"):
         zf.load_pretrained(model, tmp_path / "runs")
 
 
@@ -176,7 +176,7 @@ test_refusals = refusals(
 
 
 def _refuse(*_):
-    raise zf.StorageError("A disk refused.", fix="another disk")
+    raise zf.errors.StorageError("A disk refused.", fix="another disk")
 
 
 # -- written -----------------------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def _refuse(*_):
 def test_tiles_and_ties_are_written_once(tmp_path):
     plain = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
     with alone() as mesh:
-        tiled = zf.zero3(zf.tile(copy.deepcopy(plain), parts=3, where="0.*"), mesh)
+        tiled = zf.shard_params(zf.tile(copy.deepcopy(plain), parts=3, where="0.*"), mesh)
         zf.save_pretrained(tiled, tmp_path / "tiled")
-        zf.save_pretrained(zf.zero3(Tied("a", "b"), mesh), tmp_path / "tied")
+        zf.save_pretrained(zf.shard_params(Tied("a", "b"), mesh), tmp_path / "tied")
     found = load_file(tmp_path / "tiled" / "model.safetensors")
     assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
     assert load_file(tmp_path / "tied" / "model.safetensors").keys() == {"a.weight"}
@@ -198,7 +198,7 @@ def test_a_model_that_is_there_is_not_overwritten(tmp_path):
     before = load_file(tmp_path / "model.safetensors")
     with refused("pretrained_is_there_already"):
         zf.save_pretrained(nn.Linear(3, 2), tmp_path, max_shard=8)
-    with pytest.raises(zf.TierError):
+    with pytest.raises(zf.errors.TierError):
         zf.save_pretrained(nn.Linear(3, 2), tmp_path / "b", max_shard="much")
     assert before.keys() == load_file(tmp_path / "model.safetensors").keys()
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
@@ -217,12 +217,12 @@ def test_files_that_no_reader_takes_are_replaced_under_their_names(read, tmp_pat
 @on_ranks(2)
 def test_a_save_that_fails_on_one_rank_leaves_no_model(folder, where):
     """In a tensor, at the end of a file, or as all are given their names. All raise."""
-    model, folder = zf.zero3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axis()), Path(folder)
+    model, folder = zf.shard_params(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axis()), Path(folder)
     fails = axis().get_local_rank() == (where != "commit")
     with pytest.MonkeyPatch.context() as patched:
         if fails:
             patched.setattr(Draft if where == "commit" else TensorFile, where, _refuse)
-        with pytest.raises(zf.StorageError, match="A disk refused"):
+        with pytest.raises(zf.errors.StorageError, match="A disk refused"):
             zf.save_pretrained(model, folder, max_shard=300)
     dist.barrier()
     assert list(folder.iterdir()) == []
@@ -259,7 +259,7 @@ def _bytes_read(folder, cut):
             model = _wide()
         if cut == "columns":
             model = parallelize_module(model, grid("dp", "tp")["tp"], {"*": RowwiseParallel()})
-        model = zf.zero3(model, axis() if cut == "rows" else grid("dp", "tp")["dp"])
+        model = zf.shard_params(model, axis() if cut == "rows" else grid("dp", "tp")["dp"])
         zf.load_pretrained(model, folder)
     expected = torch.arange(4096 * 8.0).repeat(16).view(64, -1)
     assert torch.equal(full(model[0].weight)[:, :4096], expected[:, :4096])

@@ -26,7 +26,7 @@ def _run(is_sharded):
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + 100 * number)
         model[1].running_mean.copy_(torch.arange(5.0) / 8)
-    model = zf.zero3(model, axis()) if is_sharded else model
+    model = zf.shard_params(model, axis()) if is_sharded else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -31,11 +31,11 @@ class World(NamedTuple):
 
 
 def _tensor_parallel(model, _):
-    return zf.zero3(model, grid("dp", "tp")["dp"])
+    return zf.shard_params(model, grid("dp", "tp")["dp"])
 
 
 def _away(model, path):
-    return zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.cpu())
+    return zf.offload(zf.shard_params(model, axis()), params=zf.nvme(path), grads=zf.cpu())
 
 
 def _staged(ranks, stage):
@@ -62,7 +62,7 @@ WORLDS = {
     "sequence parallel": World(4, _tensor_parallel, styles="sequence"),
     "streamed": World(
         2,
-        lambda model, _: zf.zero3(model, axis()),
+        lambda model, _: zf.shard_params(model, axis()),
         lambda optimizer, path: zf.streamed(optimizer, zf.nvme(path), buffer="16KiB"),
     ),
     "away": World(3, _away, lambda optimizer, path: zf.streamed(optimizer, zf.nvme(path), buffer="16MiB")),

@@ -107,7 +107,7 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken():
     agree(trained(setup, grid["dp"].get_local_rank()), wanted)
     with refused("config_cuts_a_model_without_a_plan"):
         zf.from_deepspeed(Block(), config, grid["dp"])
-    with pytest.raises(zf.ConfigError, match="packed_colwise"):
+    with pytest.raises(zf.errors.ConfigError, match="packed_colwise"):
         zf.from_deepspeed(Planned(head="packed_colwise"), config, grid["dp"])
     with refused("config_cuts_one_parameter_in_two_ways"):
         zf.from_deepspeed(Planned(head="rowwise"), config, grid["dp"])
@@ -169,7 +169,7 @@ def test_experts_are_left_on_their_axis_over_which_all_else_is_sharded(stage):
         assert zf.from_deepspeed(setup.model, {**zero, **key}, grid).model is setup.model
     with refused("config_of_experts_that_are_not_placed"):
         zf.from_deepspeed(Planned(), {**zero, "moe_expert_parallel_size": 2}, grid)
-    with pytest.raises(zf.MeshError):  # one axis
+    with pytest.raises(zf.errors.MeshError):  # one axis
         zf.from_deepspeed(with_experts(grid["ep"]), {**zero, "moe_expert_parallel_size": 2}, grid["dp"])
 
 

@@ -63,7 +63,7 @@ def test_public_configs_are_taken_as_they_are_but_for_those_that_say_which_entry
         config, makes = row["config"], "has_own_optimizer" not in row
         how = {"others": row.get("axes", {}), "makes": makes}
         if "refused" in row:
-            with pytest.raises(zf.ConfigError) as caught:
+            with pytest.raises(zf.errors.ConfigError) as caught:
                 settings_of(config, ranks_of(config), auto_of(config), **how)
             assert row["refused"] in str(caught.value), name
         else:
@@ -203,7 +203,10 @@ class Arguments:
 
 def test_a_trainer_whose_ranks_all_have_batches_of_their_own_cuts_no_layers():
     config = PUBLIC["hiyouga/LLaMA-Factory/examples/deepspeed/ds_z2_autotp_config.json"]["config"]
-    with alone() as mesh, pytest.raises(zf.ConfigError, match=r"tensor_parallel.autotp_size(.|\n)*zf.from_deepspeed"):
+    with (
+        alone() as mesh,
+        pytest.raises(zf.errors.ConfigError, match=r"tensor_parallel.autotp_size(.|\n)*zf.from_deepspeed"),
+    ):
         settings_for(config, Arguments, mesh["dp"], 100)
 
 
@@ -214,7 +217,7 @@ def _contradicted(**changes):
     class Fp16(Arguments):
         mixed_precision = "fp16"
 
-    with alone() as mesh, pytest.raises(zf.ConfigError) as caught:
+    with alone() as mesh, pytest.raises(zf.errors.ConfigError) as caught:
         settings_for(config, Fp16, mesh["dp"], 100)
     return tuple(str(line) for line in caught.value.facts.values())
 

@@ -137,7 +137,7 @@ def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank(name):
         with pytest.raises((OSError, zf.ZeroError), match=r"No space left|failed on rank"):
             zf.from_deepspeed(Planned(), config, grid["dp"], pipeline=pipeline)
     mine = {**zero(1), **sizes, "gradient_clipping": 1.0 + (dist.get_rank() == 3)}
-    with pytest.raises(zf.DisagreementError, match="DeepSpeed configs"):
+    with pytest.raises(zf.errors.DisagreementError, match="DeepSpeed configs"):
         zf.from_deepspeed(Planned(), mine, grid["dp"], pipeline=pipeline)
 
 

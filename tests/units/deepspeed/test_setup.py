@@ -99,7 +99,7 @@ def test_a_secondary_partition_is_an_axis_of_the_mesh():
     assert str(zf.describe(divided.model)) == str(zf.describe(by_transforms))
     with refused("config_of_second_shards_on_one_axis"):
         zf.from_deepspeed(built(), zero(3, zero_hpz_partition_size=3), flat)
-    with pytest.raises(zf.MeshError):
+    with pytest.raises(zf.errors.MeshError):
         zf.from_deepspeed(built(), zero(3), mesh)
     whole = zf.from_deepspeed(built(), zero(3, zero_hpz_partition_size=4), flat)
     assert str(zf.describe(whole.model)) == str(zf.describe(zf.shard_params(built(), flat)))
@@ -131,7 +131,7 @@ def test_an_optimizer_may_be_ones_own():
         setup.optimizer.step()
         setup.scheduler.step()
     assert [group["lr"] for group in setup.optimizer.param_groups] == [0.125, 0.25]
-    with pytest.raises(zf.ConfigError, match="function of the transformed model"):
+    with pytest.raises(zf.errors.ConfigError, match="function of the transformed model"):
         zf.from_deepspeed(built(), config, axis(), optimizer="SGD")
     with refused("config_beside_an_optimizer_of_before"):
         zf.from_deepspeed(built(), config, axis(), optimizer=torch.optim.SGD(built().parameters()))
@@ -141,11 +141,11 @@ def test_an_optimizer_may_be_ones_own():
 def test_ranks_with_other_configs_are_told_before_anything_is_done(folder):
     rank = dist.get_rank()
     model = built()
-    with pytest.raises(zf.DisagreementError, match=r"gradient_clipping = 0\.5(.|\n)*gradient_clipping = 1\.5"):
+    with pytest.raises(zf.errors.DisagreementError, match=r"gradient_clipping = 0\.5(.|\n)*gradient_clipping = 1\.5"):
         zf.from_deepspeed(model, {**BASE, "gradient_clipping": 0.5 + rank}, axis())
-    with pytest.raises(zf.DisagreementError, match="cannot be read"):  # one rank has no such file
+    with pytest.raises(zf.errors.DisagreementError, match="cannot be read"):  # one rank has no such file
         zf.from_deepspeed(model, BASE if rank else f"{folder}/nowhere.json", axis())
-    with pytest.raises(zf.ConfigError, match=r"zero_optimization\.stage"):  # all have the same mistake
+    with pytest.raises(zf.errors.ConfigError, match=r"zero_optimization\.stage"):  # all have the same mistake
         zf.from_deepspeed(model, zero(7), axis())
     disk = {"device": "nvme", "nvme_path": folder if rank else f"{folder}/."}  # a disk of its own
     setup = zf.from_deepspeed(model, zero(3, offload_optimizer=disk), axis())
@@ -157,7 +157,7 @@ def test_the_argument_is_left_as_it_was_and_a_refusal_changes_nothing():
     with alone() as mesh:
         model = built()
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        with pytest.raises(zf.ConfigError):
+        with pytest.raises(zf.errors.ConfigError):
             zf.from_deepspeed(model, {**BASE, "gradient_clippin": 1}, mesh["dp"], donate=True)
         setup = zf.from_deepspeed(model, BASE, mesh["dp"])
         setup.scaled(loss_of(setup.model, 0, 0)).backward()
@@ -200,10 +200,13 @@ def test_weights_of_16_bits_have_masters():
 
 
 FORMATS = {  # of the trained matrix and the frozen one, and of gradients
-    "weights": ({"zero_quantized_weights": True}, [zf.int8(), zf.int8(), None]),
-    "gradients": ({"zero_quantized_gradients": True}, [None, None, zf.int4()]),
-    "frozen": ({"zero_quantized_nontrainable_weights": True}, [None, zf.int8(), None]),
-    "both": ({"zero_quantized_weights": True, "zero_quantized_gradients": True}, [zf.int8(), zf.int8(), zf.int4()]),
+    "weights": ({"zero_quantized_weights": True}, [zf.wire.int8(), zf.wire.int8(), None]),
+    "gradients": ({"zero_quantized_gradients": True}, [None, None, zf.wire.int4()]),
+    "frozen": ({"zero_quantized_nontrainable_weights": True}, [None, zf.wire.int8(), None]),
+    "both": (
+        {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+        [zf.wire.int8(), zf.wire.int8(), zf.wire.int4()],
+    ),
 }
 
 
@@ -219,12 +222,12 @@ def test_what_zero_plus_plus_quantises_travels_in_formats(name):
 
 def test_what_travels_in_four_bits_is_summed_in_float32():
     config = {**zero(3, zero_quantized_gradients=True), "bf16": {"enabled": True}, "communication_data_type": "bf16"}
-    with alone() as mesh, pytest.raises(zf.ConfigError, match="summed in float32"):
+    with alone() as mesh, pytest.raises(zf.errors.ConfigError, match="summed in float32"):
         zf.from_deepspeed(built(), config, mesh)
 
 
 def _placed_otherwise(one):
-    model = zf.zero1(nn.Linear(2, 2), one)
+    model = zf.shard_optimizer(nn.Linear(2, 2), one)
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     zf.from_deepspeed(model, config, one, optimizer=lambda model: torch.optim.SGD(model.parameters()))
 
@@ -234,7 +237,7 @@ test_refusals = refusals(
         "config_without_an_optimizer": lambda one: zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2}, one),
         "config_says_otherwise_than_what_is_placed": _placed_otherwise,
         "config_has_another_mesh_than_what_is_placed": lambda grid: require_placed(
-            settings_of({"train_batch_size": 4}, 2), grid["tp"], zf.zero1(nn.Linear(2, 2), grid["dp"])
+            settings_of({"train_batch_size": 4}, 2), grid["tp"], zf.shard_optimizer(nn.Linear(2, 2), grid["dp"])
         ),
         "mesh_has_two_axes": lambda grid: zf.shard_grads(Headed(), grid),
         "mesh_has_two_axes_without_names": lambda four: zf.replicate(nn.Linear(2, 2), init_device_mesh("cpu", (2, 2))),

@@ -41,7 +41,7 @@ def tokens(seed, rows=4):
 
 def wholes(model):
     """Parameters by the names of the model that was not tiled."""
-    return zf.untiled(model, {name: full(p) for name, p in model.named_parameters()})
+    return zf.transforms.untiled(model, {name: full(p) for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(bu
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     expected.square().sum().backward()
     found.square().sum().backward()
-    grads = zf.untiled(tiled, {name: p.grad for name, p in tiled.named_parameters()})
+    grads = zf.transforms.untiled(tiled, {name: p.grad for name, p in tiled.named_parameters()})
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=100 * tolerance, atol=100 * tolerance)
     for wrong in (-1, 37):
@@ -93,7 +93,7 @@ def peak(parts, recomputed):
         model.zero_grad()
         with Storages() as storages:
             model(torch.randn(1, 8)).square().mean().backward()
-            gradients = zf.held(model).gradients
+            gradients = zf.memory(model).gradients
     weight = WIDE * NARROW * 4
     return (storages.peak - gradients) / weight, zf.plan(model).in_flight_nbytes / weight
 
@@ -112,7 +112,7 @@ def test_the_weight_of_a_tiled_linear_never_exists_whole(ranks):
 def test_the_schedule_before_the_first_forward_is_that_of_the_forward():
     """Parts run in their module: the trace that the plan assumes is the one that is recorded."""
     with alone() as mesh:
-        model = zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), mesh)
+        model = zf.shard_params(zf.tile(Language(), where="blocks.*.up.*", parts=3), mesh)
         assumed = zf.plan(model).in_flight_nbytes
         model(tokens(0)).sum().backward()
         assert zf.plan(model).in_flight_nbytes == assumed
@@ -126,11 +126,11 @@ def test_the_schedule_before_the_first_forward_is_that_of_the_forward():
 def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(stage):
     """Whole tensors, and those of shards."""
     saved = Language()
-    sharded = zf.zero3(saved, axis())
+    sharded = zf.shard_params(saved, axis())
     model = STAGES[stage](zf.tile(Language(), where=TILED, parts=3), axis())
     model.load_state_dict(saved.state_dict())
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    found, expected = zf.untiled(model, full), saved.state_dict()
+    found, expected = zf.transforms.untiled(model, full), saved.state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
     with torch.no_grad():
         sharded.head.weight.mul_(2)
@@ -142,9 +142,9 @@ def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(stage
 def test_a_shape_that_does_not_fit_loads_nothing(is_sharded):
     with alone() as mesh:
         model = zf.tile(Language(), where=TILED, parts=3)
-        model = zf.zero3(model, mesh) if is_sharded else model
+        model = zf.shard_params(model, mesh) if is_sharded else model
         before = wholes(model)["embedding.weight"]
-        with pytest.raises(zf.CheckpointError if is_sharded else RuntimeError, match="head"):
+        with pytest.raises(zf.errors.CheckpointError if is_sharded else RuntimeError, match="head"):
             model.load_state_dict({**Language().state_dict(), "head.weight": torch.zeros(38, 10)})
         assert torch.equal(wholes(model)["embedding.weight"], before) or not is_sharded
 
@@ -172,7 +172,7 @@ def test_a_copy_keeps_what_users_put_on_what_is_not_tiled_and_shares_memory_if_i
     before, now = ({p.untyped_storage().data_ptr() for p in each.parameters()} for each in (model, tiled))
     assert now == before if donate else now.isdisjoint(before)
     assert (tiled.blocks[0].norm.weight is weight) == donate
-    with pytest.raises(zf.StateError) if donate else nullcontext():
+    with pytest.raises(zf.errors.StateError) if donate else nullcontext():
         model(tokens(0))
 
 
@@ -223,7 +223,7 @@ def test_tiles_are_parallelized_one_by_one():
     model = zf.tile(plain, where="blocks.*.down.*", parts=2)
     styles = {"head.tiles.*": RowwiseParallel(input_layouts=Replicate())}
     styles["blocks.*.down.tiles.*"] = ColwiseParallel(output_layouts=Replicate())
-    parallel = zf.zero3(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
+    parallel = zf.shard_params(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
     given = tokens(0)
     model(given).square().mean().backward()
     parallel(given).square().mean().backward()
@@ -234,12 +234,12 @@ def test_tiles_are_parallelized_one_by_one():
 
 def told_in_recomputation():
     model = zf.checkpoint_activations(
-        zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), axis()), units=Block
+        zf.shard_params(zf.tile(Language(), where="blocks.*.up.*", parts=3), axis()), units=Block
     )
     rank = axis().get_local_rank()
     first = model.blocks[0](model.embedding(tokens(rank)))
     second = model.blocks[1](first)
-    with pytest.raises(zf.DisagreementError) as told:
+    with pytest.raises(zf.errors.DisagreementError) as told:
         (first if rank else second).square().mean().backward()  # another path on each rank
     return told.value.summary
 
@@ -272,7 +272,7 @@ def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate):
     ],
 )
 def test_a_module_with_hooks_that_are_written_for_the_whole_layer_is_refused(change):
-    with pytest.raises(zf.LayoutError, match="hooks of its"):
+    with pytest.raises(zf.errors.LayoutError, match="hooks of its"):
         _tiled(change)
 
 
@@ -292,7 +292,7 @@ def _cut_an_output():
 
 def _untile_shards(two):
     model = zf.shard_params(_in_two(), two)
-    zf.untiled(model, model.state_dict())
+    zf.transforms.untiled(model, model.state_dict())
 
 
 test_refusals = refusals(
@@ -310,6 +310,6 @@ test_refusals = refusals(
             lambda model: setattr(model.layers[1], "weight", model.layers[0].weight), "layers.0.weight"
         ),
         "untiled_of_shards": _untile_shards,
-        "untiled_of_some_parts": lambda: zf.untiled(_in_two(), {"head.tiles.1.weight": torch.zeros(1, 4)}),
+        "untiled_of_some_parts": lambda: zf.transforms.untiled(_in_two(), {"head.tiles.1.weight": torch.zeros(1, 4)}),
     }
 )

@@ -19,7 +19,7 @@ from zero_fn.transforms import shard
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home
 
-SPEEDS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 0.5e9}, None, None)
+SPEEDS = zf.planning.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 0.5e9}, None, None)
 STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
 
 
@@ -48,12 +48,12 @@ def by_kind(found):
 def assert_follows(proposal, module, mesh, disk, links, compute_s):
     """What is predicted is what the plan of the same transforms says, at the speeds of the links."""
     by_hand = getattr(zf, proposal.transform)(module, mesh)
-    elements = zf.plan(by_hand).held.optimizer / 8
+    elements = zf.plan(by_hand).memory.optimizer / 8
     if proposal.away != "nothing":
         by_hand = offloaded(by_hand, Home(tiers=proposal.tiers), reserves=False)
     without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
     assert proposal.nbytes == planned.peak_nbytes
-    assert proposal.disk == planned.held.tiers.get(str(disk), 0)
+    assert proposal.disk == planned.memory.tiers.get(str(disk), 0)
     assert proposal.collectives_s == pytest.approx(planned.sent_nbytes / links.sent["dp"])
     fetched, moved = without.moved.get(str(disk), (0, 0)), planned.moved.get(str(disk), (0, 0))
     assert proposal.fetch_s == pytest.approx(_on_disk(fetched, links))
@@ -78,7 +78,7 @@ def test_what_is_predicted_follows_from_the_plan_and_the_links(axis):
     disk = zf.nvme("/scratch")
     with torch.device("meta"):
         module = model()
-    found = by_kind(zf.autoplan(module, axis, "1GiB", links=SPEEDS, tier=disk, compute_s=0.5))
+    found = by_kind(zf.planning.autoplan(module, axis, "1GiB", links=SPEEDS, tier=disk, compute_s=0.5))
     kinds = ("nothing", "states on disk", "gradients, states on disk", "parameters, gradients, states on disk")
     assert set(found) == {(stage, kind) for stage in STAGES for kind in kinds}
     for proposal in found.values():
@@ -92,11 +92,11 @@ def test_what_is_predicted_follows_from_the_plan_and_the_links(axis):
 def test_what_is_bound_by_the_disk_says_so(axis):
     with torch.device("meta"):
         large = nn.Linear(16384, 16384, bias=False)
-    slow = zf.LinkSpeeds(10e9, 1e8, 1e8, {"dp": 0.5e9}, None, None)
-    found = by_kind(zf.autoplan(large, axis, "1TiB", links=slow, tier=zf.nvme("/scratch")))
+    slow = zf.planning.LinkSpeeds(10e9, 1e8, 1e8, {"dp": 0.5e9}, None, None)
+    found = by_kind(zf.planning.autoplan(large, axis, "1TiB", links=slow, tier=zf.nvme("/scratch")))
     states, buffers = 16384**2 * 8 // 4, 4 * 64 * 2**20
     there = found["shard_optimizer", "states on disk"]
-    assert (there.held.optimizer, there.held.buffers) == (0, buffers)
+    assert (there.memory.optimizer, there.memory.buffers) == (0, buffers)
     assert there.disk_s == pytest.approx((2 * states - buffers) / 1e8)
     assert there.bound == "disk"
     everything = found["shard_params", "parameters, gradients, states on disk"]
@@ -104,7 +104,7 @@ def test_what_is_bound_by_the_disk_says_so(axis):
     assert everything.step_s == everything.fetch_s + everything.disk_s
 
 
-ON_ACCELERATORS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 5e9}, 20e9, 25e9, 1000e9)
+ON_ACCELERATORS = zf.planning.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 5e9}, 20e9, 25e9, 1000e9)
 
 
 @pytest.mark.parametrize("blocks", [model, unlike])
@@ -114,7 +114,9 @@ def test_an_accelerator_has_the_host_as_a_tier_too(blocks):
     with torch.device("meta"):
         module = zf.precision(blocks())
     with pretended(4, device_type="cuda") as mesh:
-        found = by_kind(zf.autoplan(module, mesh, "1GiB", links=ON_ACCELERATORS, tier=(disk, host), compute_s=1e-6))
+        found = by_kind(
+            zf.planning.autoplan(module, mesh, "1GiB", links=ON_ACCELERATORS, tier=(disk, host), compute_s=1e-6)
+        )
         assert len(found) == 4 * 10
         for proposal in found.values():
             assert_follows(proposal, module, mesh, disk, ON_ACCELERATORS, 1e-6)
@@ -126,7 +128,7 @@ def test_an_accelerator_has_the_host_as_a_tier_too(blocks):
     here, there = found["shard_params", "nothing"], found["shard_params", "parameters, gradients, states on host"]
     assert here.optimizer_s == pytest.approx(28 * elements / 1000e9)  # stepped where the states are
     assert there.optimizer_s == pytest.approx(28 * elements / 10e9)
-    assert (there.held.parameters, there.held.gradients, there.held.optimizer, here.host) == (0, 0, 0, 0)
+    assert (there.memory.parameters, there.memory.gradients, there.memory.optimizer, here.host) == (0, 0, 0, 0)
     assert there.host >= 18 * elements  # and copies to compute with
     assert "parameters, gradients on host, states on disk" in {away for _, away in found}
     assert there.bound == "collectives"
@@ -156,7 +158,9 @@ def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch):
         with torch.device("meta"):
             module = zf.precision(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(blocks)]))
         with pretended(2, device_type="cuda") as mesh:
-            found = zf.autoplan(module, mesh, "1TB", links=ON_ACCELERATORS, tier=(zf.cpu(), zf.nvme("/scratch")))
+            found = zf.planning.autoplan(
+                module, mesh, "1TB", links=ON_ACCELERATORS, tier=(zf.cpu(), zf.nvme("/scratch"))
+            )
         assert len(found.all) == 40
         return dict(calls)
 
@@ -169,7 +173,7 @@ def best(mesh, budget, links, *tier):
     """The placement of 1.07 GB of parameters. Nothing has to be there."""
     with torch.device("meta"):
         large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])
-    found = zf.autoplan(large, mesh, budget, links=links, tier=tier)
+    found = zf.planning.autoplan(large, mesh, budget, links=links, tier=tier)
     assert [proposal.fits for proposal in found.all] == sorted((p.fits for p in found.all), reverse=True)
     return f"{found.best.transform}: {found.best.away}"
 
@@ -210,22 +214,22 @@ def test_limits_of_both_tiers_are_kept(host, disk, expected):
 def test_what_fits_nowhere_is_told_the_nearest():
     tiers = zf.cpu(limit="320MB"), zf.nvme("/scratch", limit="500MB")
     nearest = r"(?s)nearest *: shard_params, .* on host, .* on disk"
-    with pretended(4, device_type="cuda") as mesh, pytest.raises(zf.TierError, match=nearest):
+    with pretended(4, device_type="cuda") as mesh, pytest.raises(zf.errors.TierError, match=nearest):
         best(mesh, "600MB", ON_ACCELERATORS, *tiers)
 
 
 def test_states_are_those_of_the_optimizer_given(axis):
     def held(**options):
-        found = by_kind(zf.autoplan(model(), axis, "1GiB", links=SPEEDS, **options))
+        found = by_kind(zf.planning.autoplan(model(), axis, "1GiB", links=SPEEDS, **options))
         proposal = found["shard_params", "nothing"]
-        return proposal.held.optimizer, proposal.optimizer_s * 10e9
+        return proposal.memory.optimizer, proposal.optimizer_s * 10e9
 
     elements = 8 * (64 * 64 + 64) // 4
     assert held() == (8 * elements, pytest.approx(28 * elements))
     momentum = held(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     assert momentum == (4 * elements, pytest.approx(20 * elements))
     assert held(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)) == (0, pytest.approx(12 * elements))
-    with pytest.raises(zf.PlacementError, match="cannot be streamed"):
+    with pytest.raises(zf.errors.PlacementError, match="cannot be streamed"):
         held(optimizer=lambda parameters: torch.optim.LBFGS(parameters), tier=zf.nvme("/scratch"))
 
 
@@ -239,20 +243,22 @@ def test_a_proposal_places_what_it_proposes(ranks, tmp_path):
             optimizer.zero_grad()
             module(torch.ones(2, 64)).square().mean().backward()
             optimizer.step()
-        return [full(parameter) for parameter in module.parameters()], zf.held(module, optimizer)
+        return [full(parameter) for parameter in module.parameters()], zf.memory(module, optimizer)
 
     def placed(path):
-        links = zf.LinkSpeeds(1e9, 1e9, 1e9, {"dp": 1e9}, None, None)
+        links = zf.planning.LinkSpeeds(1e9, 1e9, 1e9, {"dp": 1e9}, None, None)
         seed_generator(0)
         module, wrong = model(), []
-        found = zf.autoplan(module, axis_of_ranks(), "1GiB", links=links, tier=zf.nvme(path), persist_below=300)
+        found = zf.planning.autoplan(
+            module, axis_of_ranks(), "1GiB", links=links, tier=zf.nvme(path), persist_below=300
+        )
         golden, _ = trained(zf.replicate(module, axis_of_ranks()), is_streamed=False)
         for proposal in found.all:
             own = proposal.place(module, axis_of_ranks(), persist_below=300)
             values, held = trained(own, is_streamed=proposal.tier is not None)
             is_right = all(torch.equal(one, other) for one, other in zip(values, golden, strict=True))
-            if not is_right or held.total != proposal.held.total:
-                wrong.append(f"{proposal.transform}, {proposal.away}: {held} {proposal.held}")
+            if not is_right or held.total != proposal.memory.total:
+                wrong.append(f"{proposal.transform}, {proposal.away}: {held} {proposal.memory}")
         return wrong
 
     for wrong in ranks(2).run(placed, str(tmp_path)):
@@ -260,9 +266,15 @@ def test_a_proposal_places_what_it_proposes(ranks, tmp_path):
 
 
 def test_activations_are_taken_from_the_budget(axis):
-    needs = zf.autoplan(model(), axis, "1GiB", links=SPEEDS).best.nbytes
-    assert zf.autoplan(model(), axis, needs + 5000, links=SPEEDS, activations=5000).best.transform == "shard_optimizer"
-    assert zf.autoplan(model(), axis, needs + 4999, links=SPEEDS, activations=5000).best.transform != "shard_optimizer"
+    needs = zf.planning.autoplan(model(), axis, "1GiB", links=SPEEDS).best.nbytes
+    assert (
+        zf.planning.autoplan(model(), axis, needs + 5000, links=SPEEDS, activations=5000).best.transform
+        == "shard_optimizer"
+    )
+    assert (
+        zf.planning.autoplan(model(), axis, needs + 4999, links=SPEEDS, activations=5000).best.transform
+        != "shard_optimizer"
+    )
 
 
 def test_the_module_is_left_alone(axis):
@@ -270,15 +282,15 @@ def test_the_module_is_left_alone(axis):
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
     module[2].weight = module[0].weight
     before = dict(module.state_dict())
-    found = zf.autoplan(module, axis, "1GiB", links=SPEEDS)
+    found = zf.planning.autoplan(module, axis, "1GiB", links=SPEEDS)
     assert module[2].weight is module[0].weight
     assert all(tensor.data_ptr() == before[name].data_ptr() for name, tensor in module.state_dict().items())
-    assert by_kind(found)["replicate", "nothing"].held.optimizer == 8 * (8 * 8 + 2 * 8)
-    assert zf.plan(zf.shard_params(module, axis)).held.parameters == 4 * (8 * 8 + 2 * 8) // 4
+    assert by_kind(found)["replicate", "nothing"].memory.optimizer == 8 * (8 * 8 + 2 * 8)
+    assert zf.plan(zf.shard_params(module, axis)).memory.parameters == 4 * (8 * 8 + 2 * 8) // 4
 
 
 def test_a_proposal_is_printed_with_what_bounds_it(axis):
-    text = str(zf.autoplan(model(), axis, 300_000, links=SPEEDS, tier=zf.nvme("/scratch")))
+    text = str(zf.planning.autoplan(model(), axis, 300_000, links=SPEEDS, tier=zf.nvme("/scratch")))
     lines = text.splitlines()
     assert lines[0] == "budget 292.97 KiB per rank, and nvme('/scratch')"
     assert lines[1].split()[:4] == ["transform", "elsewhere", "memory", "MB"]
@@ -290,11 +302,11 @@ def test_ranks_with_uneven_shards_decide_alike(ranks):
     """On the edge of the budget of the rank that holds more."""
 
     def planned():
-        module, links = nn.Linear(5, 3, bias=False), zf.LinkSpeeds(1e9, None, None, {"dp": 1e9}, None, None)
-        found = zf.autoplan(module, axis_of_ranks(), "1GiB", links=links)
-        own = zf.plan(zf.shard_params(module, axis_of_ranks())).held.total
+        module, links = nn.Linear(5, 3, bias=False), zf.planning.LinkSpeeds(1e9, None, None, {"dp": 1e9}, None, None)
+        found = zf.planning.autoplan(module, axis_of_ranks(), "1GiB", links=links)
+        own = zf.plan(zf.shard_params(module, axis_of_ranks())).memory.total
         (sharded,) = [p for p in found.all if p.transform == "shard_params"]
-        return str(found), [sharded.held.total - sharded.held.optimizer, own]
+        return str(found), [sharded.memory.total - sharded.memory.optimizer, own]
 
     (first, here), (second, there) = ranks(2).run(planned)
     assert first == second
@@ -303,7 +315,7 @@ def test_ranks_with_uneven_shards_decide_alike(ranks):
 
 def test_links_are_measured_alike_on_all_ranks(ranks, tmp_path):
     def measured(path):
-        return zf.measure_links(axis_of_ranks(), path=path, nbytes="1MiB", rounds=2)
+        return zf.distributed.measure_links(axis_of_ranks(), path=path, nbytes="1MiB", rounds=2)
 
     first, second = ranks(2).run(measured, str(tmp_path))
     assert first == second
@@ -316,8 +328,10 @@ def test_links_are_measured_alike_on_all_ranks(ranks, tmp_path):
 def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks, tmp_path):
     def measured(path):
         try:
-            zf.measure_links(axis_of_ranks(), path=path + "/missing" * axis_of_ranks().get_local_rank(), nbytes=4096)
-        except zf.StorageError as error:
+            zf.distributed.measure_links(
+                axis_of_ranks(), path=path + "/missing" * axis_of_ranks().get_local_rank(), nbytes=4096
+            )
+        except zf.errors.StorageError as error:
             return error.summary
         return "nothing"
 
@@ -327,13 +341,13 @@ def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks, tmp_path):
 
 
 def test_a_process_of_its_own_has_links_too():
-    found = zf.measure_links(nbytes="1MiB", rounds=1)
+    found = zf.distributed.measure_links(nbytes="1MiB", rounds=1)
     assert (found.disk_read, found.disk_write, found.sent) == (None, None, {})
     assert dataclasses.replace(found, memory=1.0).memory == 1.0 < found.memory
 
 
 def _planned(axis, *tier, **speeds):
-    return zf.autoplan(model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, **speeds), tier=tier or None)
+    return zf.planning.autoplan(model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, **speeds), tier=tier or None)
 
 
 test_refusals = refusals(
@@ -343,8 +357,10 @@ test_refusals = refusals(
         "planned_accelerator_was_not_measured": lambda gpus: _planned(gpus, zf.cpu(), to_device=1e9),
         "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
         "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
-        "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(model(), four), four, "1GiB", links=SPEEDS),
-        "nothing_fits_the_budget": lambda four: zf.autoplan(Headed(), four, 100, links=SPEEDS),
-        "planned_links_are_no_file": lambda: zf.LinkSpeeds.read("links.json"),
+        "planned_module_is_transformed": lambda four: zf.planning.autoplan(
+            zf.shard_grads(model(), four), four, "1GiB", links=SPEEDS
+        ),
+        "nothing_fits_the_budget": lambda four: zf.planning.autoplan(Headed(), four, 100, links=SPEEDS),
+        "planned_links_are_no_file": lambda: zf.planning.LinkSpeeds.read("links.json"),
     }
 )

@@ -19,7 +19,7 @@ def _of_config(folder, **entries):
 
 
 def _of_two_optimizers(two):
-    model = zf.zero1(Headed(), two)
+    model = zf.shard_optimizer(Headed(), two)
     zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
 
 

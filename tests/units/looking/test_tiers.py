@@ -83,10 +83,10 @@ def test_a_step_moves_and_holds_what_was_planned(tmp_path, monkeypatch, states, 
 
     step()
     step()
-    planned, measured = zf.plan(model, optimizer), zf.held(model, optimizer)
-    assert dict(measured.tiers) == dict(planned.held.tiers)
-    assert measured.optimizer == planned.held.optimizer
-    assert slabs.now == slabs.peak == measured.buffers == planned.held.buffers
+    planned, measured = zf.plan(model, optimizer), zf.memory(model, optimizer)
+    assert dict(measured.tiers) == dict(planned.memory.tiers)
+    assert measured.optimizer == planned.memory.optimizer
+    assert slabs.now == slabs.peak == measured.buffers == planned.memory.buffers
     assert planned.moved
     counts = moved_in(lambda: (step(), step()), monkeypatch)
     for tier, (read, written) in planned.moved.items():
@@ -98,9 +98,9 @@ def test_a_step_moves_and_holds_what_was_planned(tmp_path, monkeypatch, states, 
 def test_parameters_that_are_kept_in_another_dtype_are_planned_beside_those_at_rest():
     with pretended(2) as mesh:
         model = zf.precision(zf.shard_optimizer(nn.Linear(4, 6, bias=False), mesh), compute=torch.bfloat16)
-        assert zf.plan(model).held.parameters == 4 * 6 * 2 + 4 * 3 * 4
+        assert zf.plan(model).memory.parameters == 4 * 6 * 2 + 4 * 3 * 4
     with pretended(4):  # whole in each node of two, and cut over all
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "inside"))
         apart = zf.shard_optimizer(zf.shard_params(nn.Linear(4, 8, bias=False), mesh["inside"]), mesh["node"])
-        assert zf.plan(apart).held.parameters == 32 // 2 * 4
-        assert zf.plan(zf.precision(apart, compute=torch.bfloat16)).held.parameters == 32 // 2 * 2 + 32 // 4 * 4
+        assert zf.plan(apart).memory.parameters == 32 // 2 * 4
+        assert zf.plan(zf.precision(apart, compute=torch.bfloat16)).memory.parameters == 32 // 2 * 2 + 32 // 4 * 4

@@ -7,7 +7,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import pretended, pretended_grid
-from zero_fn.owners.dealing import Dealing, batches, cost_of
+from zero_fn.owners.assignment import Dealing, batches, cost_of
 
 
 def test_the_cost_of_a_matrix_is_that_of_its_products():
@@ -17,7 +17,7 @@ def test_the_cost_of_a_matrix_is_that_of_its_products():
 
 def test_loads_are_balanced_and_go_on_where_they_were():
     with pretended(4) as mesh:
-        model = zf.zero3(nn.ModuleList(nn.Linear(8, n, bias=False) for n in range(20, 60)), mesh)
+        model = zf.shard_params(nn.ModuleList(nn.Linear(8, n, bias=False) for n in range(20, 60)), mesh)
         dealing, parameters = Dealing(cost_of), [*model.parameters()]
         dealt = dealing.deal([*parameters[:20], torch.empty(3)]) + dealing.deal(parameters[20:])
         assert {id(each.parameter) for each in dealt} == {id(p) for p in parameters}, "plain tensors have no owner"
@@ -33,7 +33,7 @@ def test_loads_are_balanced_and_go_on_where_they_were():
 def test_a_batch_has_tensors_of_one_way_and_bounded_bytes_of_each_owner():
     with pretended(2) as mesh:
         layers = nn.ModuleList(nn.Linear(8, n) for n in (1, 2, 3, 40, 5, 6, 7))
-        model = zf.zero3(zf.replicate(layers, mesh, where="6.*"), mesh)
+        model = zf.shard_params(zf.replicate(layers, mesh, where="6.*"), mesh)
         dealt = Dealing(cost_of).deal([*model.parameters()])
         found = batches(dealt, 500)
         assert Counter(each for batch in found for each in batch) == Counter(dealt)

@@ -191,7 +191,7 @@ def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path, is_c
         model = zf.offload(zf.precision(linear, compute=computes) if is_cast else linear, params=tier)
         resting = 64 * 64 * rests.itemsize
         copies = 64 * 64 * computes.itemsize if is_smaller and is_cast else 0
-        assert zf.held(model).tiers[str(tier)] == zf.plan(model).held.tiers[str(tier)] == resting + copies
+        assert zf.memory(model).tiers[str(tier)] == zf.plan(model).memory.tiers[str(tier)] == resting + copies
         x = torch.ones(64, dtype=rests)
         expected = nn.functional.linear(x.to(computes), linear.weight.to(computes)) if is_cast else linear(x)
         assert torch.equal(model(x).to(expected.dtype), expected)
@@ -211,7 +211,7 @@ def test_a_copy_that_cannot_be_written_is_an_error_and_made_by_the_next_forward(
     model = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
     expected = zf.precision(net())(inputs(0))
     for _ in range(5):  # more often than there are units: a copy that was not written is never taken for one
-        with failing(errno.ENOSPC, reads=False), pytest.raises(zf.StorageError, match="compute copies in"):
+        with failing(errno.ENOSPC, reads=False), pytest.raises(zf.errors.StorageError, match="compute copies in"):
             model(inputs(0))
     assert torch.equal(model(inputs(0)), expected)
     assert torch.equal(model(inputs(0)), expected)
@@ -238,10 +238,10 @@ def test_a_copy_that_a_step_cannot_write_is_not_counted_on(tmp_path, monkeypatch
 
 def test_a_copy_whose_write_has_failed_counts_as_outdated_however_often_it_is_waited_for():
     """A transfer says once that it has failed; who cleans up after a step waits again."""
-    transfer = Mock(wait=Mock(side_effect=[zf.StorageError("The disk failed.", fix="none"), None]))
+    transfer = Mock(wait=Mock(side_effect=[zf.errors.StorageError("The disk failed.", fix="none"), None]))
     original, copy = SimpleNamespace(version=3), SimpleNamespace(version=-1)
     copying = Copying(transfer, original, copy)
-    with pytest.raises(zf.StorageError):
+    with pytest.raises(zf.errors.StorageError):
         copying.wait()
     copying.wait()
     assert copy.version != original.version

@@ -16,7 +16,7 @@ from tests.support.wholes import full
 def _norm(p, foreach):
     """Of gradients that are the parameters themselves."""
     torch.manual_seed(0)
-    model = zf.zero3(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), axis())
+    model = zf.shard_params(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), axis())
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     total = torch.nn.utils.get_total_norm(
@@ -62,12 +62,12 @@ def _linear(rows):
 
 
 def _along_data(rows):
-    return zf.zero3(_linear(rows), axis())
+    return zf.shard_params(_linear(rows), axis())
 
 
 def _below_tensor_parallelism(rows):
     mesh = grid("dp", "tp")
-    return zf.zero3(parallelize_module(_linear(rows), mesh["tp"], {"0": ColwiseParallel()}), mesh["dp"])
+    return zf.shard_params(parallelize_module(_linear(rows), mesh["tp"], {"0": ColwiseParallel()}), mesh["dp"])
 
 
 def _read_and_gradients(make, rows):

@@ -63,32 +63,32 @@ def _equal(found, expected):
 
 
 def _flat(kind):
-    return zf.flatten_subclasses(_model(kind))
+    return zf.transforms.flatten_subclasses(_model(kind))
 
 
 @pytest.mark.parametrize("kind", [Rounded, Opened])
 @on_ranks(2)
 def test_they_train_alike_at_every_stage(kind):
     def checkpointed(model):
-        return zf.checkpoint_activations(zf.zero3(model, axis()), where="*")
+        return zf.checkpoint_activations(zf.shard_params(model, axis()), where="*")
 
-    expected = _trained(zf.zero1(_flat(kind), axis()))
+    expected = _trained(zf.shard_optimizer(_flat(kind), axis()))
     worlds = {
         **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},
-        "twice": lambda model: copy.deepcopy(zf.zero2(zf.zero3(model, axis()), axis())),
+        "twice": lambda model: copy.deepcopy(zf.shard_grads(zf.shard_params(model, axis()), axis())),
         "longer": lambda model: zf.shard_params(model, axis(), reshard_after="backward"),
-        "states on the host": lambda model: zf.offload(zf.zero3(model, axis()), grads=zf.cpu()),
-        "on the host": lambda model: zf.offload(zf.zero3(model, axis()), params=zf.cpu()),
+        "states on the host": lambda model: zf.offload(zf.shard_params(model, axis()), grads=zf.cpu()),
+        "on the host": lambda model: zf.offload(zf.shard_params(model, axis()), params=zf.cpu()),
     }
     for name, make in worlds.items():
         assert _equal(_trained(make(_flat(kind))), expected), name
     uneven = nn.Linear(WIDTH, 7)
     uneven.weight = nn.Parameter(Rounded(uneven.weight.detach()))  # it would say that its size is another
     x = torch.ones(2, WIDTH)
-    assert torch.equal(zf.zero3(zf.flatten_subclasses(uneven), axis())(x), uneven(x))
-    several = [_trained(make(_flat(kind), axis()), 2) for make in (zf.zero1, zf.zero3)]
+    assert torch.equal(zf.shard_params(zf.transforms.flatten_subclasses(uneven), axis())(x), uneven(x))
+    several = [_trained(make(_flat(kind), axis()), 2) for make in (zf.shard_optimizer, zf.shard_params)]
     assert _equal(*several)
-    model = zf.zero3(_flat(kind), axis())
+    model = zf.shard_params(_flat(kind), axis())
     with torch.no_grad():
         expected_y = model(x)
         with zf.unsharded(model):
@@ -98,7 +98,7 @@ def test_they_train_alike_at_every_stage(kind):
 
 @on_ranks(2)
 def test_they_travel_in_their_own_bytes_as_planned():
-    model = zf.zero3(_flat(Rounded), axis())
+    model = zf.shard_params(_flat(Rounded), axis())
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -115,7 +115,7 @@ def test_they_travel_in_their_own_bytes_as_planned():
     gathers = 5 * WIDTH * WIDTH // 2  # of 3 units, the last of which stays; elements that this rank sends
     assert before - after == gathers * (4 - 2)
     for kind in (Rounded, Opened):
-        model = zf.zero3(_flat(kind), axis())
+        model = zf.shard_params(_flat(kind), axis())
         products_alive()
         loss = model(torch.ones(2, WIDTH, requires_grad=True)).sum()
         gc.collect()
@@ -126,7 +126,7 @@ def test_they_travel_in_their_own_bytes_as_planned():
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2)
 def test_they_train_as_under_fsdp2(dtype):
-    theirs, ours = _model(Rounded), zf.zero3(_flat(Rounded), axis())
+    theirs, ours = _model(Rounded), zf.shard_params(_flat(Rounded), axis())
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*theirs, theirs):
         fully_shard(module, mesh=axis(), mp_policy=policy)
@@ -159,7 +159,7 @@ def _float8():
     theirs = build()
     for module in (*theirs.children(), theirs):
         fully_shard(module, mesh=axis())
-    model = zf.zero3(zf.flatten_subclasses(build()), axis())
+    model = zf.shard_params(zf.transforms.flatten_subclasses(build()), axis())
     with zf.traffic() as sent:
         found = losses(model)
     assert found == losses(theirs)
@@ -174,7 +174,7 @@ def test_float8_training_of_torchao_is_that_under_fsdp2(ranks):
 
 @on_ranks(2)
 def test_a_product_of_another_shape_is_refused():
-    model = zf.zero3(_flat(Short), axis())
+    model = zf.shard_params(_flat(Short), axis())
     for _ in range(2):
         with refused("product_of_another_shape"):
             model(torch.ones(2, WIDTH))

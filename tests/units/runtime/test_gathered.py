@@ -135,7 +135,7 @@ def test_what_backward_has_shown_and_somebody_used_is_shown_no_more(changes):
     model[0].look_back = lambda weight: weight.register_hook(lambda _: None)
     if changes:
         model[0].look_back = lambda weight: weight.mul_(1.0)
-        with pytest.raises(zf.PlacementError, match=r"changed '0.weight' in place"):
+        with pytest.raises(zf.errors.PlacementError, match=r"changed '0.weight' in place"):
             train(model, 1)
     else:
         train(model, 1)
@@ -195,7 +195,7 @@ def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path, monkeypatch):
     """The host reads the answer. Where a communicator has one queue, it would wait for the gather as well."""
     with pretended(2) as mesh:
         plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        model = zf.zero3(zf.offload(plain, params=zf.nvme(tmp_path)), mesh)
+        model = zf.shard_params(zf.offload(plain, params=zf.nvme(tmp_path)), mesh)
         texts = []
         for name in ("all_gather", "any"):
             method = getattr(Line, name)

@@ -30,12 +30,12 @@ ONE_AXIS = {
         "local ==dp==> gradient (bfloat16)",
     ),
     "int8": (
-        lambda model, axis: zf.shard_params(zf.precision(model, gather=zf.int8(), reduce=zf.int4()), axis),
+        lambda model, axis: zf.shard_params(zf.precision(model, gather=zf.wire.int8(), reduce=zf.wire.int4()), axis),
         "rest -> codes (int8) ==dp==> codes (int8) -> whole (bfloat16)",
         "local ==dp==> gradient (int4)",
     ),
     "differences": (
-        lambda model, axis: zf.shard_grads(zf.precision(model, gather=zf.delta4()), axis),
+        lambda model, axis: zf.shard_grads(zf.precision(model, gather=zf.wire.delta4()), axis),
         "rest -> codes (int4, difference) ==dp==> codes (int4, difference) -> whole (bfloat16)",
         "local ==dp==> gradient (bfloat16)",
     ),
@@ -57,11 +57,11 @@ TWO_AXES = {
         "rest -> inner (bfloat16) ==tp==> inner (bfloat16), kept; inner -> whole (bfloat16) ==dp==> whole (bfloat16)",
     ),
     "hpz in int8": (
-        lambda model, mesh: _hpz(zf.precision(model, gather=zf.int8()), mesh),
+        lambda model, mesh: _hpz(zf.precision(model, gather=zf.wire.int8()), mesh),
         "rest -> inner (int8) ==tp==> inner (int8), kept; inner ==dp==> codes (int8) -> whole (bfloat16)",
     ),
     "hpz by differences": (
-        lambda model, mesh: _hpz(zf.precision(model, gather=zf.delta4()), mesh),
+        lambda model, mesh: _hpz(zf.precision(model, gather=zf.wire.delta4()), mesh),
         "rest -> codes (int4, difference) ==tp==> codes (int4, difference) -> inner (bfloat16), kept; "
         "inner -> whole (bfloat16) ==dp==> whole (bfloat16)",
     ),

@@ -23,7 +23,7 @@ class Part(nn.Module):
 def test_a_unit_is_reduced_once_when_a_checkpoint_inside_it_has_a_backward_of_its_own():
     """Its gradients come while others of the unit are awaited, and were once reduced without waiting for these."""
     with pretended(2) as mesh:
-        model = zf.zero3(nn.Sequential(Part(), Part()), mesh, units=Part)
+        model = zf.shard_params(nn.Sequential(Part(), Part()), mesh, units=Part)
         for _ in range(3):
             with zf.traffic() as sent:
                 model(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -34,7 +34,7 @@ def test_units_are_reduced_while_the_backwards_of_others_are_to_come():
     """All whole gradients would be in memory at once."""
     issued = []
     with pretended(2) as mesh:
-        model = zf.zero3(nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), mesh, units=nn.Linear)
+        model = zf.shard_params(nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), mesh, units=nn.Linear)
         with zf.traffic() as sent:
             x = start = torch.ones(2, 4, requires_grad=True)
             start.register_hook(lambda _: issued.append(sent.calls["reduce-scatter"]))

@@ -105,7 +105,7 @@ def test_what_an_interrupt_has_left_unread_is_read_the_next_time(tmp_path, monke
     def begun(place, memory):
         is_first = not next(number)
         if moment == "as the second is waited for":
-            failure = zf.StorageError("The disk failed.", fix="none")
+            failure = zf.errors.StorageError("The disk failed.", fix="none")
             return Once(failure if is_first else KeyboardInterrupt())
         if is_first == (moment == "before the first"):
             raise KeyboardInterrupt

@@ -23,14 +23,14 @@ VERBS = {
     "describe": zf.describe,
     "materialize": lambda model: zf.materialize(model, "cpu"),
     "plan": zf.plan,
-    "refresh": zf.refresh,
+    "refresh": zf.transforms.refresh,
     "unsharded": lambda model: zf.unsharded(model).__enter__(),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_module_that_no_transform_returned_is_refused(verb):
-    with pytest.raises(zf.StateError, match=f"^{verb} was given a module that no transform returned"):
+    with pytest.raises(zf.errors.StateError, match=f"^{verb} was given a module that no transform returned"):
         VERBS[verb](nn.Linear(2, 2))
 
 
@@ -44,7 +44,7 @@ def test_a_model_in_use_is_not_changed(block):
             lambda: zf.accumulate(model, unshard=True).__enter__(),
             lambda: evicted(model),
         ):
-            with block(model), pytest.raises(zf.StateError, match="was called while the module is in use"):
+            with block(model), pytest.raises(zf.errors.StateError, match="was called while the module is in use"):
                 change()
 
 
@@ -58,7 +58,7 @@ def test_a_transformed_model_is_called_in_one_thread_at_a_time():
     def call():
         try:
             model(torch.ones(1, 2))
-        except zf.StateError as error:
+        except zf.errors.StateError as error:
             found.append(error)
 
     def meanwhile(*_):
@@ -171,7 +171,7 @@ test_refusals = refusals(
         ),
         "parameter_was_replaced_by_nothing": lambda model: (
             model.head.register_parameter("bias", None),
-            zf.refresh(model),
+            zf.transforms.refresh(model),
         ),
         "parameter_is_late": lambda model: (
             setattr(model.layers[0], "adapter", nn.Linear(4, 2)),

@@ -184,7 +184,7 @@ def test_a_view_in_another_shape_that_gathers_is_not_written():
     before = full(weight)
     view = weight.view(2, -1)
     assert torch.equal(full(view), before.view(2, -1))
-    with pytest.raises(zf.ShardedAccessError):
+    with pytest.raises(zf.errors.ShardedAccessError):
         view.zero_()
     assert torch.equal(full(weight), before)
 
@@ -207,7 +207,7 @@ def _ours(name, composition):
     before = full(weight.detach())
     try:
         return _is_as_plain(name, EXAMPLES[name], weight, anchor)
-    except zf.ShardedAccessError as error:
+    except zf.errors.ShardedAccessError as error:
         assert torch.equal(full(weight.detach()), before), "it raised after the damage"
         return error.fix
     except (NotImplementedError, RuntimeError):
@@ -236,7 +236,7 @@ def test_it_is_refused_with_the_fix_or_right(ranks, name, composition):
 def test_one_rank_is_refused_nothing(name):
     with alone() as mesh:
         plain, anchor = _plain(7)
-        weight = zf.zero3(Holder(plain), mesh).weight
+        weight = zf.shard_params(Holder(plain), mesh).weight
         assert _is_as_plain(name, EXAMPLES[name], weight, distribute_tensor(anchor, weight.device_mesh))
 
 
@@ -248,7 +248,7 @@ def _mixed():
         plain = torch.ones(3, requires_grad=True)
         try:
             mix(plain.sum(), weight.square().sum())
-        except zf.ShardedAccessError as error:
+        except zf.errors.ShardedAccessError as error:
             found.append(error.fix)
     return found
 
@@ -291,7 +291,7 @@ def test_views_are_read_as_plain_ones():
 
 
 def _one_rank_reads():
-    model = zf.zero3(nn.Linear(4, 4), axis())
+    model = zf.shard_params(nn.Linear(4, 4), axis())
     if torch.distributed.get_rank() == 0:
         model.weight.sum().item()
     else:
@@ -300,7 +300,7 @@ def _one_rank_reads():
 
 def test_a_rank_that_reads_a_number_alone_is_told(ranks):
     with pytest.raises(
-        zf.DisagreementError, match=r"Reading the value of a sum over shards|are at different collectives"
+        zf.errors.DisagreementError, match=r"Reading the value of a sum over shards|are at different collectives"
     ):
         ranks(2).run(_one_rank_reads)
 
@@ -408,7 +408,7 @@ def _flattened():
     """Views as one row, of rows that the ranks do not divide and of a single one; their gradients; sums with shards."""
     for shape in ((7, 6), (1, 6), (5,), (1,)):
         plain = nn.Parameter(torch.randn(shape))
-        weight = zf.zero3(Holder(nn.Parameter(plain.detach().clone())), axis()).weight
+        weight = zf.shard_params(Holder(nn.Parameter(plain.detach().clone())), axis()).weight
         for flat in FLAT:
             found, expected = flat(weight), flat(plain)
             assert torch.equal(full(found.detach()), expected)
@@ -425,7 +425,7 @@ def _flattened():
             nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([p]) + 1, [p])
         assert torch.equal(full(weight.detach()), plain)
         if plain.ndim > 1:  # else the view is of the shard
-            with pytest.raises(zf.ShardedAccessError):
+            with pytest.raises(zf.errors.ShardedAccessError):
                 weight.detach().view(-1).zero_()
 
 
@@ -472,7 +472,7 @@ def _seen_after_a_forward_without_a_mesh():
             try:
                 model.weight.detach()[1:3].zero_()
                 found.append("went")
-            except zf.ShardedAccessError:
+            except zf.errors.ShardedAccessError:
                 found.append("refused")
     return found
 

@@ -81,11 +81,11 @@ def test_a_fault_is_named_with_its_path(disks, monkeypatch):
     offset = reserved(disk, slab.nbytes)
     disk.write(offset, slab.memory).wait()
     overwrite(disk.files[1], b"neither", STRIPE_NBYTES + 100)
-    with pytest.raises(zf.StorageError, match=r"block of states in \S*second does not hold"):
+    with pytest.raises(zf.errors.StorageError, match=r"block of states in \S*second does not hold"):
         disk.read(offset, slab.memory).wait()
     third = disk.files[2]
     answers(monkeypatch, lambda request, result: -errno.EIO if request.file is third else result)
-    with pytest.raises(zf.StorageError, match=r"Writing to states in \S*third failed"):
+    with pytest.raises(zf.errors.StorageError, match=r"Writing to states in \S*third failed"):
         disk.write(offset, slab.memory).wait()
 
 
@@ -94,12 +94,12 @@ def test_a_disk_too_small_leaves_all_as_they_were(disks, tmp_path):
         disk = DiskStorage(zf.nvme(disks[0], path, disks[1]), "states")
         reserved(disk, 3 * STRIPE_NBYTES)
         before = [file.nbytes for file in disk.files]
-        with pytest.raises(zf.TierError, match=r"states in \S*small need"):
+        with pytest.raises(zf.errors.TierError, match=r"states in \S*small need"):
             reserved(disk, 6 * STRIPE_NBYTES)
         assert [file.nbytes for file in disk.files] == before
         assert reserved(disk, STRIPE_NBYTES) == 3 * STRIPE_NBYTES
     limited = DiskStorage(zf.nvme(*disks, limit="4MiB"), "states")
-    with pytest.raises(zf.TierError, match=r"first, \S*second, \S*third need .* 4\.00 MiB can be taken"):
+    with pytest.raises(zf.errors.TierError, match=r"first, \S*second, \S*third need .* 4\.00 MiB can be taken"):
         reserved(limited, STRIPE_NBYTES * 3)
 
 
@@ -114,7 +114,7 @@ def test_training_on_several_disks_changes_no_bit(disks):
             optimizer.zero_grad()
             model(torch.full((2, 700), 1.0 + step)).square().mean().backward()
             optimizer.step()
-        assert dict(zf.held(model, optimizer).tiers) == dict(planned.held.tiers)
+        assert dict(zf.memory(model, optimizer).tiers) == dict(planned.memory.tiers)
         assert str(tier) in str(zf.describe(model, optimizer))
         return [p.detach().clone() for p in model.parameters()]
 

@@ -78,7 +78,7 @@ def test_a_tier_too_small_is_found_before_anything_moves(tmp_path, kind):
     kept = []
     seed_generator(0)
     before = stepped() if kind == "states" else list(Language(dim=30, blocks=7).parameters())
-    with pytest.raises(zf.TierError, match="the limit of the tier"):
+    with pytest.raises(zf.errors.TierError, match="the limit of the tier"):
         Training(kind, zf.nvme(tmp_path, limit="4096B"), lambda model: kept.append(model) or model)
     assert all(map(torch.equal, kept[-1].parameters(), before))
 
@@ -86,7 +86,7 @@ def test_a_tier_too_small_is_found_before_anything_moves(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_a_step_in_which_the_disk_fails_before_any_update_is_taken_again(tmp_path, kind):
     training = Training(kind, zf.nvme(tmp_path))
-    with failing(), pytest.raises(zf.StorageError, match=f"(?s)(Reading from|Writing to) {kind}.*EIO"):
+    with failing(), pytest.raises(zf.errors.StorageError, match=f"(?s)(Reading from|Writing to) {kind}.*EIO"):
         training.step(1)
     training.step(1)
     training.step(2)
@@ -104,10 +104,10 @@ def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(tmp_path, mo
         seen.extend([result] * (request.is_write == is_write))
         return -errno.ENOSPC if len(seen) == 4 else result
 
-    with pytest.raises(zf.StorageError, match=f"{kind} of AdamW|{kind} in"), monkeypatch.context() as patched:
+    with pytest.raises(zf.errors.StorageError, match=f"{kind} of AdamW|{kind} in"), monkeypatch.context() as patched:
         training.step(1, {"backward": lambda: answers(patched, fourth_fails)})
     for act in (training.optimizer.step, training.optimizer.state_dict):
-        with pytest.raises(zf.StateError, match=r"(?s)failed half-way.*after \d+ of \d+ chunks"):
+        with pytest.raises(zf.errors.StateError, match=r"(?s)failed half-way.*after \d+ of \d+ chunks"):
             act()
     training.optimizer.load_state_dict(saved[0])
     with torch.no_grad():
@@ -129,10 +129,10 @@ def test_a_flipped_bit_is_not_computed_with(tmp_path, kind):
         overwrite(disk.files[0], b"other", 777)
 
     moment = {"gradients": "backward", "activations": "forward"}.get(kind, "zero_grad")
-    with pytest.raises(zf.StorageError, match="does not hold what was written to it"):
+    with pytest.raises(zf.errors.StorageError, match="does not hold what was written to it"):
         training.step(1, {moment: flip})
     if kind in ("states", "parameters"):  # what was read wrong is in no buffer of the next step
-        with pytest.raises(zf.StorageError, match="does not hold what was written to it"):
+        with pytest.raises(zf.errors.StorageError, match="does not hold what was written to it"):
             training.step(1)
     if kind in ("states", "activations"):
         assert all(map(torch.equal, training.values(), before))
@@ -141,13 +141,13 @@ def test_a_flipped_bit_is_not_computed_with(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS[:3])
 @on_ranks(2)
 def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(folder, kind):
-    training = Training(None, None, lambda model: zf.zero3(model, axis()))
+    training = Training(None, None, lambda model: zf.shard_params(model, axis()))
     before = [value for state in training.optimizer.state.values() for value in state.values()]
     is_there = axis().get_local_rank() == 1
     what = "Moving the states of an optimizer" if kind == "states" else "offload"
     told = rf"^{what} failed on rank 0 of axis 'dp' \(2\)" if is_there else "^No file can be made in"
     tier = zf.nvme(folder if is_there else f"{folder}/missing")
-    with pytest.raises(zf.StorageError, match=told):
+    with pytest.raises(zf.errors.StorageError, match=told):
         if kind == "states":
             zf.streamed(training.optimizer, tier)
         else:

@@ -261,7 +261,7 @@ def test_others_are_refused_and_go_on_as_ever(tmp_path, name):
 def test_an_option_that_looks_at_whole_tensors_is_refused_later_too(tmp_path):
     optimizer = zf.streamed(make("lion", [(40, 30)])[1], zf.nvme(tmp_path), elementwise=True)
     optimizer.param_groups[0]["cautious"] = True
-    with pytest.raises(zf.PlacementError, match=r"(?s)The states of Users cannot be streamed.*whole tensors"):
+    with pytest.raises(zf.errors.PlacementError, match=r"(?s)The states of Users cannot be streamed.*whole tensors"):
         optimizer.step()
 
 
@@ -376,7 +376,7 @@ def _growth_of_steps(path):
     assert optimizer.buffers_nbytes == 2 << 20
     for _ in range(2):
         optimizer.step()
-    assert zf.held(nn.ParameterList(parameters), optimizer).buffers == 2 << 20
+    assert zf.memory(nn.ParameterList(parameters), optimizer).buffers == 2 << 20
     return peak_nbytes() - before
 
 
@@ -399,7 +399,7 @@ def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path):
 
 def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path):
     with alone() as mesh:
-        model = zf.zero3(Headed(), mesh)
+        model = zf.shard_params(Headed(), mesh)
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
         with zf.accumulate(model), refused("step_inside_accumulate"):
             model(a_batch()).sum().backward()
@@ -413,7 +413,7 @@ def test_a_disk_that_fails_while_states_move_leaves_them(tmp_path, monkeypatch):
     parameters, inner = make("adamw", [(100, 100)] * 4)
     run(parameters, inner, [0])
     answers(monkeypatch, lambda request, result: -errno.EIO if request.begin else result)
-    with pytest.raises(zf.StorageError, match="Writing to states of AdamW"):
+    with pytest.raises(zf.errors.StorageError, match="Writing to states of AdamW"):
         zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
     expected, stock = make("adamw", [(100, 100)] * 4)
     run(expected, stock, [0])
@@ -423,7 +423,7 @@ def test_a_disk_that_fails_while_states_move_leaves_them(tmp_path, monkeypatch):
 def test_memory_too_small_for_the_buffers_is_refused(tmp_path, monkeypatch):
     _, inner = make("adamw", [(100, 100)])
     monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: Available(64 * KIB, "cgroup /job"))
-    with pytest.raises(zf.TierError, match=r"(?s)buffers of states of AdamW need 80\.00 KiB.*cgroup /job"):
+    with pytest.raises(zf.errors.TierError, match=r"(?s)buffers of states of AdamW need 80\.00 KiB.*cgroup /job"):
         zf.streamed(inner, zf.nvme(tmp_path))
     zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB")
 
@@ -452,7 +452,7 @@ def test_a_step_begins_with_what_is_in_memory_still(tmp_path, monkeypatch, chunk
 def test_optimizers_that_cannot_be_cut_are_refused(tmp_path, kind):
     matrix = nn.Parameter(torch.randn(64, 64))
     for word in (False, True):
-        with pytest.raises(zf.PlacementError, match="cannot be streamed"):
+        with pytest.raises(zf.errors.PlacementError, match="cannot be streamed"):
             zf.streamed(kind([matrix]), zf.nvme(tmp_path), elementwise=word)
 
 
@@ -512,7 +512,7 @@ def test_a_parameter_that_was_cast_or_has_another_shape_is_refused_before_any_up
         with (
             refused("streamed_parameter_was_cast")
             if is_cast
-            else pytest.raises(zf.StateError, match="has changed since")
+            else pytest.raises(zf.errors.StateError, match="has changed since")
         ):
             optimizer.step()
         assert torch.equal(parameters[0].view(-1).float(), before[0].view(-1)) and torch.equal(parameters[1], before[1])
@@ -530,7 +530,7 @@ def _linear():
 def _after_a_failed_step(folder):
     optimizer = zf.streamed(_linear()[1], zf.nvme(folder), buffer="16KiB")
     optimizer.step()
-    with failing(reads=False), pytest.raises(zf.StorageError):
+    with failing(reads=False), pytest.raises(zf.errors.StorageError):
         optimizer.step()
     optimizer.step()
 

@@ -144,7 +144,7 @@ READS = {
     "evaluation in inference mode, and a step": inferred,
     "whole parameters, and an edit of them": edited_whole,
     "another transform": lambda pair: zf.precision(pair.model, compute=torch.bfloat16),
-    "eviction": lambda pair: zf.evict(pair.model, pair.optimizer, to=zf.cpu()).restore(),
+    "eviction": lambda pair: zf.offload_states(pair.model, pair.optimizer, to=zf.cpu()).restore(),
     "a checkpoint of the weights": saved,
     "weights for another engine": handed_over,
     "states that are loaded": loaded,
@@ -234,7 +234,7 @@ def test_two_optimizers_may_step_the_same_parcels(pair, second, finishes):
 @pytest.mark.parametrize("moment", ["forward", "the next step", "states"])
 @on_ranks(2)
 def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(folder, moment):
-    pair = Pair(folder, lambda model: zf.zero3(model, axis()))
+    pair = Pair(folder, lambda model: zf.shard_params(model, axis()))
     pair.step(1)
     states = copy.deepcopy(pair.optimizer.state_dict())
     values = {key: value.clone() for key, value in pair.model.state_dict().items()}
@@ -244,10 +244,10 @@ def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(folde
     }  # fmt: skip
     fails = axis().get_local_rank() == 1
     told = "^(Reading from|Writing to)" if fails else "failed on rank 1"
-    with failing(where=fails), pytest.raises(zf.StorageError, match=told):
+    with failing(where=fails), pytest.raises(zf.errors.StorageError, match=told):
         acts[moment]()
     for _ in range(2):  # the disk is well again: what is half stepped stays so
-        with pytest.raises((zf.StorageError, zf.StateError)):
+        with pytest.raises((zf.errors.StorageError, zf.errors.StateError)):
             pair.optimizer.step()
     pair.optimizer.load_state_dict(states)
     pair.model.load_state_dict(values)

@@ -41,7 +41,7 @@ def trained(model, optimizer):
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_a_streamed_adam_that_is_not_fused_says_so_once(mesh, kind):
-    model = zf.zero3(nn.Linear(4, 4), mesh)
+    model = zf.shard_params(nn.Linear(4, 4), mesh)
     with pytest.warns(UserWarning, match=f"{kind.__name__} {SLOW}") as said:
         optimizer = zf.streamed(kind(model.parameters()), zf.cpu())
     assert len(said) == 1
@@ -54,7 +54,7 @@ def test_a_streamed_adam_that_is_not_fused_says_so_once(mesh, kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adam_over_parameters_that_rest_in_few_bits_says_so(mesh, dtype):
     """At its first step, and where it is streamed."""
-    model = zf.zero3(nn.Linear(4, 4).to(dtype), mesh)
+    model = zf.shard_params(nn.Linear(4, 4).to(dtype), mesh)
     with pytest.warns(UserWarning, match=f"AdamW trains parameters that rest in .*{ROUNDED}") as said:
         trained(model, AdamW(model.parameters()))
     assert len(said) == 1
@@ -70,14 +70,14 @@ def test_adam_over_parameters_that_rest_in_few_bits_says_so(mesh, dtype):
 
 def test_nothing_is_said_of_what_is_right(mesh):
     """An optimizer that says whether it is fused, or is not Adam; masters in float32; what is frozen."""
-    model = zf.precision(zf.zero3(nn.Linear(4, 4), mesh))
+    model = zf.precision(zf.shard_params(nn.Linear(4, 4), mesh))
     trained(model, AdamW(model.parameters()))
     for optimizer in (*(AdamW(model.parameters(), fused=fused) for fused in (True, False)), SGD(model.parameters())):
         trained(model, zf.streamed(optimizer, zf.cpu()))
     frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     frozen[0].bfloat16().requires_grad_(False)
-    AdamW(zf.zero3(frozen, mesh).parameters()).step()
-    rounded = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
+    AdamW(zf.shard_params(frozen, mesh).parameters()).step()
+    rounded = zf.shard_params(nn.Linear(4, 4).bfloat16(), mesh)
     trained(rounded, SGD(rounded.parameters(), lr=0.1))
 
 
@@ -91,7 +91,7 @@ LOSSES = {
 def _beside(how):
     """What is said of a loss with a parameter that is in the optimizer beside the model."""
     torch.manual_seed(0)
-    model = zf.zero3(nn.Linear(4, 4), axis())
+    model = zf.shard_params(nn.Linear(4, 4), axis())
     loss = LOSSES.get(how, lambda loss: loss)(nn.Linear(4, 1))
     optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
     with warnings.catch_warnings(record=True) as said:
@@ -122,13 +122,13 @@ def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_
 
 def test_an_optimizer_over_two_transformed_modules_is_right(mesh):
     """`check` knew one module only, and said that the other was stale."""
-    first, second = zf.zero3(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
+    first, second = zf.shard_params(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
     optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
     zf.check(first, optimizer)
     zf.check(second, optimizer)
     with refused("check_optimizer_that_lacks_parameters"):
         zf.check(first, SGD(second.parameters(), lr=0.1))
     later = zf.replicate(second, mesh)
-    with pytest.raises(zf.StaleError, match="holds 2 parameters that the model does not have"):
+    with pytest.raises(zf.errors.StaleError, match="holds 2 parameters that the model does not have"):
         zf.check(first, optimizer)
     zf.check(later, SGD([*first.parameters(), *later.parameters()], lr=0.1))

@@ -76,7 +76,7 @@ REFUSED = [
 def test_a_function_that_holds_a_module_is_refused(path, change):
     model = Pair()
     change(model)
-    with pytest.raises(zf.LayoutError, match=f"'{path}' is, or holds, a function that holds the module"):
+    with pytest.raises(zf.errors.LayoutError, match=f"'{path}' is, or holds, a function that holds the module"):
         zf.offload(model, params=zf.cpu())
     model(torch.ones(2, 6)).sum().backward()  # as before
 

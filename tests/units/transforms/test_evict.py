@@ -27,7 +27,7 @@ def test_a_model_that_was_evicted_goes_on_to_the_bit():
         for given in (tokens, tokens.flip(0)):
             if not run.world.is_replica:
                 away = evicted(model, run.optimizer)
-                assert zf.held(model, run.optimizer).total < 100  # states of one element stay
+                assert zf.memory(model, run.optimizer).total < 100  # states of one element stay
                 away.restore()
             run.backward(model(given).real.logsumexp(-1).mean())
 
@@ -69,12 +69,12 @@ def test_as_much_is_freed_as_the_host_takes():
 def test_nothing_is_moved_where_the_tier_is_the_memory_of_the_model():
     model = Language()
     address = model.norm.weight.data_ptr()
-    away = zf.evict(model, to=zf.cpu())
+    away = zf.offload_states(model, to=zf.cpu())
     assert "nothing was moved" in str(away)
     with refused("evicted_model_runs"):
         model(torch.zeros(1, 3, dtype=torch.int64))
     with refused("evicted_twice"):
-        zf.evict(model, to=zf.cpu())
+        zf.offload_states(model, to=zf.cpu())
     away.restore()
     with refused("restored_twice"):
         away.restore()
@@ -87,7 +87,7 @@ USES = {
     "step": lambda _, optimizer: optimizer.step(),
     "state_dict": lambda model, _: model.state_dict(),
     "optimizer.state_dict": lambda _, optimizer: optimizer.state_dict(),
-    "evict": lambda model, optimizer: zf.evict(model, optimizer, to=zf.cpu()),
+    "evict": lambda model, optimizer: zf.offload_states(model, optimizer, to=zf.cpu()),
     "unsharded": lambda model, _: zf.unsharded(model).__enter__(),
     "describe": lambda model, _: zf.describe(model),
 }
@@ -99,14 +99,14 @@ def test_an_evicted_model_cannot_be_used(use, is_plain):
     if is_plain and use in ("unsharded", "describe"):
         return  # nothing of ours
     with alone() as mesh:
-        model = Language() if is_plain else zf.zero3(Language(), mesh)
+        model = Language() if is_plain else zf.shard_params(Language(), mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.zeros(2, 5, dtype=torch.int64)).logsumexp(-1).mean().backward()
         optimizer.step()
         seen = []
         model.get_submodule("blocks.0").register_forward_pre_hook(lambda *given: seen.append(given))
         away = evicted(model, optimizer)
-        with pytest.raises(zf.StateError, match="evicted"):
+        with pytest.raises(zf.errors.StateError, match="evicted"):
             USES[use](model, optimizer)
         assert not seen, "a hook of the user would have read parameters"
         away.restore()
@@ -139,7 +139,7 @@ def test_what_shares_memory_is_not_evicted():
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight.data = tied[0].weight.data
     before = [p.detach().clone() for p in tied.parameters()]
-    with pytest.raises(zf.PlacementError, match=r"0\.weight and 1\.weight share memory"):
+    with pytest.raises(zf.errors.PlacementError, match=r"0\.weight and 1\.weight share memory"):
         evicted(tied)
     assert all(map(torch.equal, tied.parameters(), before))
     optimizer.step()  # as before
@@ -149,14 +149,14 @@ def test_a_model_stays_where_it_is_when_memory_has_no_room():
     """That of the host, to leave; that of the device, to come back, which can be tried again."""
     model = nn.Linear(700, 700)
     before = model.weight.detach().clone()
-    with pytest.raises(zf.TierError, match="can be taken"):
+    with pytest.raises(zf.errors.TierError, match="can be taken"):
         evicted(model, to=zf.cpu(limit="1MiB"))
     model(torch.ones(1, 700))
     away = evicted(model)
     full = torch.OutOfMemoryError("the device is full")
     with patch("torch.empty_like", side_effect=full), pytest.raises(torch.OutOfMemoryError):
         away.restore()
-    with pytest.raises(zf.StateError):
+    with pytest.raises(zf.errors.StateError):
         model(torch.ones(1, 700))
     away.restore()
     assert torch.equal(model.weight, before)
@@ -164,7 +164,7 @@ def test_a_model_stays_where_it_is_when_memory_has_no_room():
 
 test_refusals = refusals(
     {
-        "evicted_to_a_disk": lambda: zf.evict(nn.Linear(4, 4), to=zf.nvme(".")),
+        "evicted_to_a_disk": lambda: zf.offload_states(nn.Linear(4, 4), to=zf.nvme(".")),
         "evicted_unit_runs": lambda model: (evicted(model), zf.describe(model)),
     }
 )

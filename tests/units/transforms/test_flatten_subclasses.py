@@ -108,8 +108,10 @@ def _trained(model):
 WORLDS = {
     "alone": lambda model: model,
     **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},
-    "on the host": lambda model: zf.offload(zf.zero3(model, axis()), params=zf.cpu(), where="*parametrizations*"),
-    "in 16 bits": lambda model: zf.precision(zf.zero3(model, axis()), compute=torch.float32),
+    "on the host": lambda model: zf.offload(
+        zf.shard_params(model, axis()), params=zf.cpu(), where="*parametrizations*"
+    ),
+    "in 16 bits": lambda model: zf.precision(zf.shard_params(model, axis()), compute=torch.float32),
 }
 
 
@@ -117,7 +119,7 @@ WORLDS = {
 def test_adapters_on_weights_of_a_subclass_train_as_alone():
     expected = _trained(_model())
     for name, make in WORLDS.items():
-        model = make(zf.flatten_subclasses(_model()))
+        model = make(zf.transforms.flatten_subclasses(_model()))
         for _ in range(2):
             assert all(map(torch.equal, _trained(copy.deepcopy(model)), expected)), name
         with zf.unsharded(model) if name != "alone" else nullcontext():
@@ -128,7 +130,7 @@ def test_adapters_on_weights_of_a_subclass_train_as_alone():
 
 @on_ranks(2)
 def test_they_rest_and_wait_for_backward_in_their_own_bytes():
-    model = zf.zero3(zf.flatten_subclasses(_model()), axis())
+    model = zf.shard_params(zf.transforms.flatten_subclasses(_model()), axis())
     elements, scales, trained = 3 * WIDTH * WIDTH, 3 * WIDTH, 3 * 4 * WIDTH
     assert 2 * sum(p.to_local().nbytes for p in model.parameters()) == elements + 4 * (scales + trained)
     names = [name for name, _ in model.named_parameters() if "parametrizations" in name]
@@ -142,13 +144,13 @@ def test_they_rest_and_wait_for_backward_in_their_own_bytes():
 
 @on_ranks(2)
 def test_precision_leaves_parts_in_their_dtypes():
-    model = zf.precision(zf.zero3(zf.flatten_subclasses(_model()), axis()), compute=torch.bfloat16)
+    model = zf.precision(zf.shard_params(zf.transforms.flatten_subclasses(_model()), axis()), compute=torch.bfloat16)
     model(torch.ones(2, WIDTH)).sum().backward()
     layer, seen = model[0], []
     layer.down.register_forward_hook(lambda *_: seen.extend([layer.weight.scale.dtype, layer.down.weight.dtype]))
     model(torch.ones(2, WIDTH))
     assert seen == [torch.float32, torch.bfloat16]
-    narrow = zf.precision(zf.flatten_subclasses(_model()), rest=torch.bfloat16)
+    narrow = zf.precision(zf.transforms.flatten_subclasses(_model()), rest=torch.bfloat16)
     dtypes = {p.dtype for name, p in narrow.named_parameters() if "parametrizations" in name}
     assert dtypes == {torch.int8, torch.float32}
 
@@ -156,8 +158,8 @@ def test_precision_leaves_parts_in_their_dtypes():
 @on_ranks(2)
 def test_parts_are_saved_and_loaded_between_stages(folder):
     expected = _model()
-    zf.save(f"{folder}/one", zf.zero3(zf.flatten_subclasses(expected), axis()))
-    other = zf.zero1(zf.flatten_subclasses(_model(seed=1)), axis())
+    zf.save(f"{folder}/one", zf.shard_params(zf.transforms.flatten_subclasses(expected), axis()))
+    other = zf.shard_optimizer(zf.transforms.flatten_subclasses(_model(seed=1)), axis())
     zf.load(f"{folder}/one", other)
     assert torch.equal(other(torch.ones(2, WIDTH)), expected(torch.ones(2, WIDTH)))
 
@@ -165,7 +167,7 @@ def test_parts_are_saved_and_loaded_between_stages(folder):
 def test_tied_weights_are_made_of_the_same_parts():
     plain = nn.Sequential(Adapted(), Adapted())
     plain[1].weight = plain[0].weight
-    model = zf.flatten_subclasses(plain)
+    model = zf.transforms.flatten_subclasses(plain)
     assert sum(p.dtype == torch.int8 for p in model.parameters()) == 1
     assert torch.equal(model(torch.ones(1, WIDTH)), plain(torch.ones(1, WIDTH)))
     assert type(plain[0].weight) is Scaled, "the module that was passed is unchanged"
@@ -181,7 +183,7 @@ def test_a_text_of_a_module_may_hold_the_module_of_before():
 
     plain = nn.Linear(2, 2)
     plain.extra_repr = types.MethodType(functools.partial(text, plain.extra_repr), plain)
-    model = zf.flatten_subclasses(plain)
+    model = zf.transforms.flatten_subclasses(plain)
     assert "quantized" in repr(zf.precision(model))
     assert (
         type(model) is nn.Linear and model is not plain and model.weight is plain.weight
@@ -202,13 +204,13 @@ def test_what_cannot_be_flattened_is_refused():
     values, scale = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)
     two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
     with refused("subclass_is_trained"):
-        zf.flatten_subclasses(_holding(two, is_trained=True))
+        zf.transforms.flatten_subclasses(_holding(two, is_trained=True))
     with refused("subclass_says_not_what_it_is_made_of"):
-        zf.flatten_subclasses(_holding(scale.as_subclass(Opaque)))
-    with pytest.raises(zf.PlacementError, match="not plain: scale"):
-        zf.flatten_subclasses(_holding(Scaled(values, Scaled(values, scale))))
+        zf.transforms.flatten_subclasses(_holding(scale.as_subclass(Opaque)))
+    with pytest.raises(zf.errors.PlacementError, match="not plain: scale"):
+        zf.transforms.flatten_subclasses(_holding(Scaled(values, Scaled(values, scale))))
     with alone() as mesh:
-        with pytest.raises(zf.PlacementError, match="placed on a mesh already"):
-            zf.flatten_subclasses(_holding(DTensor.from_local(two, mesh, [Replicate()])))
+        with pytest.raises(zf.errors.PlacementError, match="placed on a mesh already"):
+            zf.transforms.flatten_subclasses(_holding(DTensor.from_local(two, mesh, [Replicate()])))
         with refused("flattened_after_a_transform"):
-            zf.flatten_subclasses(zf.zero3(nn.Linear(2, 2), mesh))
+            zf.transforms.flatten_subclasses(zf.shard_params(nn.Linear(2, 2), mesh))

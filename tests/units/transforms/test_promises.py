@@ -57,6 +57,6 @@ def test_a_backward_of_a_forward_before_refresh_or_a_step_is_refused(axis):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with refused("step_between_forward_and_backward"):
         second.backward()
-    zf.refresh(model)
-    with pytest.raises(zf.StateError, match="changed between forward and backward"):
+    zf.transforms.refresh(model)
+    with pytest.raises(zf.errors.StateError, match="changed between forward and backward"):
         third.backward()

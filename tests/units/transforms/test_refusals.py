@@ -49,7 +49,7 @@ def _transform_the_trunk_of_another(one):
 
 
 def _accumulate_whole_leaves_in_a_format(one):
-    model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.int8())
+    model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.wire.int8())
     zf.accumulate(model, unshard=True).__enter__()
 
 
@@ -60,7 +60,7 @@ def _change_a_shape_in_unsharded(model):
 
 def _transform_for_cuda_of_one_queue():
     with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"), pretended(2, device_type="cuda") as mesh:
-        zf.zero3(nn.Linear(2, 2, device="meta"), mesh)
+        zf.shard_params(nn.Linear(2, 2, device="meta"), mesh)
 
 
 def _materialize(kind, mesh):
@@ -105,12 +105,12 @@ test_refusals = refusals(
         "persist_below_nothing": lambda two: zf.shard_params(Headed(), two, persist_below=-1),
         "buffers_of_no_policy": lambda two: zf.shard_params(Headed(), two, buffers="sync"),
         "checkpoints_of_nothing": lambda: zf.checkpoint_activations(nn.Linear(2, 2)),
-        "method_is_missing": lambda: zf.gather_in(Headed(), "encode"),
-        "method_is_a_generator": lambda: zf.gather_in(Streaming(), "stream"),
+        "method_is_missing": lambda: zf.register_forward_method(Headed(), "encode"),
+        "method_is_a_generator": lambda: zf.register_forward_method(Streaming(), "stream"),
         "precision_with_wider_gradients": lambda: zf.precision(Headed().bfloat16(), grads=torch.float32),
         "precision_seed_without_random_numbers": lambda: zf.precision(Headed().bfloat16(), seed=3),
         "precision_gathers_in_a_dtype": lambda: zf.precision(Headed(), gather=torch.int8),
-        "precision_reduces_differences": lambda: zf.precision(Headed(), reduce=zf.delta4()),
+        "precision_reduces_differences": lambda: zf.precision(Headed(), reduce=zf.wire.delta4()),
         "formats_of_whole_leaves": _accumulate_whole_leaves_in_a_format,
         "unsharded_with_another_shape": _change_a_shape_in_unsharded,
         "module_cannot_be_copied": lambda two: zf.shard_params(

@@ -39,7 +39,7 @@ def test_live_blocks_are_disjoint(actions):
 
 def test_an_arena_refuses_what_it_has_no_room_for():
     arena = Arena()
-    with pytest.raises(zf.TierError, match="Messages to ranks of this host need"):
+    with pytest.raises(zf.errors.TierError, match="Messages to ranks of this host need"):
         arena.allocate(arena.mapped.memory.numel())
     assert arena.allocate(1000)
     arena.close_file()

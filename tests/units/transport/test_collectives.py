@@ -264,7 +264,7 @@ def test_a_message_that_finds_no_room_is_an_error_on_every_rank(ranks):
             transport._shared.arena._capacity = 0
         try:
             transport.exchange(torch.zeros(3, 1, dtype=torch.uint8)).wait()
-        except (zf.TierError, PeerLost) as error:
+        except (zf.errors.TierError, PeerLost) as error:
             return f"{type(error).__name__}: {error}".partition("\n")[0]
         return "nothing"
 
@@ -329,7 +329,7 @@ def test_who_waits_in_an_all_to_all_is_told_of_a_rank_that_is_elsewhere_or_late(
             if own and "elsewhere" in kind:
                 gather(through, [Segment(torch.ones(4), 4, 2)], "a test").wait()
             elif not own:
-                with zf.guard(deadline_s=1):
+                with zf.distributed.set_deadline(1):
                     through.all_to_all([[], [torch.ones(2)]], [[], [place]], 4, "a test").wait()
         except zf.ZeroError as error:
             assert place.eq(0).all()

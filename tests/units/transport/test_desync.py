@@ -87,20 +87,20 @@ def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(fresh_ranks, stage
 
 
 def test_guard_holds_inside_its_block_only():
-    with zf.guard(deadline_s=7):
+    with zf.distributed.set_deadline(7):
         assert deadline() == 7
-        with zf.guard():
+        with zf.distributed.set_deadline():
             assert deadline() == 7
     assert deadline() == 300
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
 def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
-    with pytest.raises(zf.LayoutError), zf.guard(deadline_s=seconds):
+    with pytest.raises(zf.errors.LayoutError), zf.distributed.set_deadline(seconds):
         pass
     assert deadline() == 300
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", str(seconds))
-    with pytest.raises(zf.LayoutError, match="ZERO_FN_DEADLINE_S must be positive"):
+    with pytest.raises(zf.errors.LayoutError, match="ZERO_FN_DEADLINE_S must be positive"):
         runpy.run_path(waiting.__file__)
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", "2.5")
     assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5
@@ -108,13 +108,13 @@ def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
 
 def test_a_process_that_asks_for_comparisons_is_told_that_they_are_gone(monkeypatch):
     monkeypatch.setenv("ZERO_FN_COMPARE", "1")
-    with pytest.raises(zf.LayoutError, match="ZERO_FN_COMPARE is gone"):
+    with pytest.raises(zf.errors.LayoutError, match="ZERO_FN_COMPARE is gone"):
         runpy.run_path(waiting.__file__)
 
 
 test_refusals = refusals(
     {
-        "guard_of_no_time": lambda: zf.guard(deadline_s=0).__enter__(),
-        "guard_that_compares": lambda: zf.guard(compare=True).__enter__(),
+        "guard_of_no_time": lambda: zf.distributed.set_deadline(0).__enter__(),
+        "guard_that_compares": lambda: zf.distributed.set_deadline(compare=True).__enter__(),
     }
 )

@@ -94,7 +94,7 @@ def failed(failure, before=lambda _: None):
 )
 def test_a_lost_rank_is_named_and_where_this_one_waited(failure, summary):
     error = failed(failure)
-    assert isinstance(error, zf.LostRankError)
+    assert isinstance(error, zf.errors.LostRankError)
     assert error.summary == summary
     assert error.facts["here"] == "rank 0, waiting in #0 all-gather of parameters of unit root (6 elements)"
 
@@ -109,10 +109,10 @@ def test_ranks_along_the_other_axis_are_told_of_a_failure(known, monkeypatch):
         line = line_over(axes).along(0)
         raws[axes[0]].failure = LOST
         if known:
-            with pytest.raises(zf.LostRankError):
+            with pytest.raises(zf.errors.LostRankError):
                 line_of(raws[axes[0]], axes[0]).all_gather([SEGMENT], "others").wait()
         assert not raws[axes[1]].has_given_up
-        with pytest.raises(zf.LostRankError):
+        with pytest.raises(zf.errors.LostRankError):
             line.all_gather([SEGMENT], "parameters").wait()
         assert raws[axes[1]].has_given_up
 
@@ -120,7 +120,7 @@ def test_ranks_along_the_other_axis_are_told_of_a_failure(known, monkeypatch):
 @pytest.mark.parametrize(("peer", "seen_by"), [(2, 1), (1, 2)])
 def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer, seen_by):
     error = failed(OutOfStep(peer, seen_by=seen_by))
-    assert isinstance(error, zf.DisagreementError)
+    assert isinstance(error, zf.errors.DisagreementError)
     assert error.summary == "Ranks 1 and 2 of axis 'dp' (3) are at different collectives."
     assert "layerdrop" in error.fix, "models that skip layers at random are a frequent cause"
 
@@ -144,11 +144,11 @@ def test_where_torch_compares_collectives_its_error_names_ours():
         expected = "rank 0, waiting in #0 all-gather of parameters"
         with (
             patch.object(raw, "all_gather", side_effect=compared),
-            pytest.raises(zf.DisagreementError, match=expected) as error,
+            pytest.raises(zf.errors.DisagreementError, match=expected) as error,
         ):
             transport.all_gather([SEGMENT], "parameters of unit a")
         assert "Rank 1 is running" in str(error.value)
-        with pytest.raises(zf.DisagreementError):
+        with pytest.raises(zf.errors.DisagreementError):
             transport.all_gather([SEGMENT], "parameters of unit b")
 
 
@@ -177,10 +177,10 @@ def test_models_on_one_group_share_its_failure():
         broken, other = Failing(LOST), Failing()
         first, second = line_of(broken, axis), line_of(other, axis)
         second.all_gather([SEGMENT], "parameters of unit a").wait()
-        with pytest.raises(zf.LostRankError) as error:
+        with pytest.raises(zf.errors.LostRankError) as error:
             first.exchange(torch.zeros(1, dtype=torch.uint8))
         assert "#1 exchange" in str(error.value)
-        with pytest.raises(zf.LostRankError):
+        with pytest.raises(zf.errors.LostRankError):
             second.all_gather([SEGMENT], "parameters of unit a")
 
 
@@ -200,7 +200,7 @@ def test_waiting_tells_late_from_lost(text, is_late):
 
 
 def _says_at_the_transform():
-    with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
+    with pretended(2, device_type="cuda") as mesh, zf.distributed.set_deadline(60):
         with pytest.warns(UserWarning, match="The deadline of guard does not act on this accelerator") as said:
             Line(Failing(), mesh_axis(mesh, verb="test"))
         assert said[0].filename == __file__
@@ -211,12 +211,15 @@ def _says_at_the_transform():
 def _says_at_guard():
     with pretended(2, device_type="cuda") as mesh:
         transport = Line(Failing(), mesh_axis(mesh, verb="test"))
-        with zf.guard():
+        with zf.distributed.set_deadline():
             pass
-        with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.guard(deadline_s=60):
+        with (
+            pytest.warns(UserWarning, match="does not act on this accelerator") as said,
+            zf.distributed.set_deadline(60),
+        ):
             del transport
         assert len(said) == 1
-        with zf.guard(deadline_s=60):  # once
+        with zf.distributed.set_deadline(60):  # once
             pass
 
 
@@ -226,7 +229,7 @@ def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(says, monkeyp
     monkeypatch.setattr("zero_fn.errors._said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with zf.guard(deadline_s=60), pretended(2) as mesh:
+        with zf.distributed.set_deadline(60), pretended(2) as mesh:
             Line(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
         says()
 
@@ -241,15 +244,15 @@ def _timeouts():
         found.append(backend.options._timeout.total_seconds())
 
     note()
-    with zf.guard(deadline_s=40):
+    with zf.distributed.set_deadline(40):
         Line(Failing(), mesh_axis(DeviceMesh.from_group(world, "cuda"), verb="test"))
         note()
-        with zf.guard(deadline_s=7):
+        with zf.distributed.set_deadline(7):
             note()
-        with zf.guard():
+        with zf.distributed.set_deadline():
             note()
     note()
-    with zf.guard(deadline_s=9):
+    with zf.distributed.set_deadline(9):
         note()
     note()
     return found

@@ -13,7 +13,7 @@ CHOICES = {
     "compute dtypes": {"compute": (torch.bfloat16, torch.float16)},
     "reduce dtypes": {"reduce": (torch.bfloat16, torch.float16)},
     "grads dtypes": {"grads": (torch.bfloat16, torch.float16)},
-    "formats": {"gather": (zf.int8(), zf.int8(block=64))},
+    "formats": {"gather": (zf.wire.int8(), zf.wire.int8(block=64))},
     "fractions": {"tiers": [Tiers(optim=zf.cpu(), fraction=fraction) for fraction in (0.5, 0.25)]},
 }
 
@@ -46,9 +46,9 @@ test_refusals = refusals(
         "reshard_after_no_moment": lambda two: zf.shard_params(Headed(), two, reshard_after="step"),
         "precision_rounds_in_no_way": lambda: zf.precision(Headed().bfloat16(), round="nearest"),
         "precision_seed_of_kahan": lambda: zf.precision(Headed().bfloat16(), round="kahan", seed=3),
-        "format_of_small_blocks": lambda: zf.int8(block=8),
-        "format_of_other_floats": lambda: zf.float8(dtype=torch.float16),
-        "format_that_is_none": lambda: zf.Wire("float8_e5m2", is_symmetric=False),
+        "format_of_small_blocks": lambda: zf.wire.int8(block=8),
+        "format_of_other_floats": lambda: zf.wire.float8(dtype=torch.float16),
+        "format_that_is_none": lambda: zf.wire.Wire("float8_e5m2", is_symmetric=False),
         "tier_of_no_size": lambda: zf.nvme(".", limit="much"),
         "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),
     }

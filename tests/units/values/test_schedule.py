@@ -135,11 +135,11 @@ def axis():
 
 RECIPES = {
     "zero0": zf.replicate,
-    "zero1": zf.zero1,
-    "zero2": zf.zero2,
-    "zero3": zf.zero3,
-    "zero3_until_backward": lambda module, mesh: zf.zero3(module, mesh, reshard_after="backward"),
-    "zero1_bf16": lambda module, mesh: zf.precision(zf.zero1(module, mesh)),
+    "zero1": zf.shard_optimizer,
+    "zero2": zf.shard_grads,
+    "zero3": zf.shard_params,
+    "zero3_until_backward": lambda module, mesh: zf.shard_params(module, mesh, reshard_after="backward"),
+    "zero1_bf16": lambda module, mesh: zf.precision(zf.shard_optimizer(module, mesh)),
 }
 
 

@@ -203,7 +203,7 @@ def test_names_that_begin_alike_are_not_nested():
 
 @pytest.mark.parametrize("units", [(int,), (None,)])
 def test_units_of_another_type_are_refused(units):
-    with pytest.raises(zf.UnitError):
+    with pytest.raises(zf.errors.UnitError):
         anchors_of(GPT(1), units)
 
 

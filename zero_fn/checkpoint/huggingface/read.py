@@ -36,10 +36,10 @@ from zero_fn.checkpoint.loading import LOADING, Rename, fill_on_all_ranks, renam
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import CheckpointError
-from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.materialize import allocate, device_for, require_ways
 from zero_fn.values.box import whole_box
+from zero_fn.values.dtensors import local_of
 
 __all__ = [
     "INDEX",

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_fn.average import Average
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
-from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
-from zero_fn.resting import local_of
 from zero_fn.runtime.holding import holding_of, holding_of_state
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
@@ -34,6 +33,7 @@ from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.selection import Where
 from zero_fn.values.box import Box, Holding, ranges, spans, whole_box
+from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiled import Tiled
 
 __all__ = [

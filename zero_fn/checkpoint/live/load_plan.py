@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_fn.average import Average
 from zero_fn.checkpoint.format.contents import Contents, Key, require_whole
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT
 from zero_fn.checkpoint.live.held_tensors import (
@@ -34,7 +35,6 @@ from zero_fn.checkpoint.live.streamed_states import (
 )
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
-from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner, Dealt
 from zero_fn.runtime.bfloat16_step import COMPENSATION
 from zero_fn.runtime.registry import units_of

@@ -15,13 +15,13 @@ from zero_fn.checkpoint.format.contents import Contents, Key
 from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.kernels.codes import BLOCK_NUMEL
-from zero_fn.resting import local_of
 from zero_fn.storage import InMemory
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import ChunkPipeline
 from zero_fn.streamed.state_codes import CODES, SCALES, blocks_of, note_largest, scales_shape
 from zero_fn.values.box import Box, Holding, strides_of, whole_box
+from zero_fn.values.dtensors import local_of
 
 __all__ = [
     "StateFields",
