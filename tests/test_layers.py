@@ -1,7 +1,7 @@
 """Imports point down the layers, one package alone moves bytes between ranks, and none draws from generators of the user.
 
     7 others        integrations
-    6 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover
+    6 surface       recipes, inspect, planning, profiling, monitor, launch, local, deepspeed, checkpoint, handover
     5 verbs         transforms, streamed, owners, extras
     4 execution     runtime, dtensor, advice
     3 tiers         tiers: tensors that rest in them
@@ -29,7 +29,8 @@ LAYERS = (
     ("transforms", "streamed", "owners", "extras"),
     (
         "recipes",
-        "looking",
+        "inspect",
+        "planning",
         "profiling",
         "monitor",
         "launch",
@@ -134,7 +135,7 @@ UP = "if TYPE_CHECKING:\n    from zero_fn.values.top import Top"
     ("sources", "complaint"),
     [
         ({"values.layout": "from zero_fn.transport import links"}, "values.layout imports transport"),
-        ({"runtime.run": "def f():\n    import zero_fn.looking.plan"}, "runtime.run imports looking"),
+        ({"runtime.run": "def f():\n    import zero_fn.inspect.planned_bytes"}, "runtime.run imports inspect"),
         ({"values.mesh": "from zero_fn import novelty"}, "values.mesh imports novelty"),
         ({"novelty": "import zero_fn.errors"}, "novelty imports errors"),
         ({"runtime.run": "from zero_fn.values.layout import a\nfrom zero_fn.runtime.unit import b"}, None),
