@@ -202,7 +202,7 @@ def norms_on_the_host(tier):
 @program
 def what_moves_was_planned(tier):
     """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
-    tests/units/looking/test_tiers.py."""
+    tests/units/inspect/test_planned_tiers.py."""
     x = torch.ones(2, 256, device=device.NAME)
     forms = ("optim", "params optim", "grads optim", "params grads optim", "params grads")
     for form, grads, fraction in itertools.product(forms, (None, torch.bfloat16), (1.0, 0.5)):

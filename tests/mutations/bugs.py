@@ -20,7 +20,7 @@ class Bug:
     """One bug: the text `old` of a function becomes `new`."""
 
     name: str
-    where: str  # "Class.method"; with its file where others are called so ("looking/links.py:_least"); or a file of C
+    where: str  # "Class.method"; with its file where others are called so ("planning/links.py:_least"); or a file of C
     breaks: str
     old: str
     new: str
@@ -275,7 +275,7 @@ BUGS: tuple[Bug, ...] = (
         "bytes that a step reads from a disk",
         "min(kept // 2, sum(sizes))",
         "0",
-        "tests/units/looking/test_tiers.py",
+        "tests/units/inspect/test_planned_tiers.py",
     ),
     Bug(
         "plan-forgets-microbatches",

@@ -35,7 +35,8 @@ _SIMULATED = ["property_tests/test_training_laws.py", "property_tests/test_axes_
 _TIERS = [
     "property_tests/test_streamed_laws.py",
     "tests/accelerator",
-    "tests/units/looking",
+    "tests/units/inspect",
+    "tests/units/planning",
 ]
 _RANKS = ["tests/promises"]
 TESTS = {

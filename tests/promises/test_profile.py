@@ -270,6 +270,7 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA B200", 2250e12),
+        ("NVIDIA A10", 125e12),
     ],
 )
 def test_a_device_is_known_by_its_name(name, peak, monkeypatch):

@@ -11,6 +11,7 @@ import zero_fn as zf
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.integrations.accelerate import bare
+from zero_fn.monitor.metrics import Metrics
 from zero_fn.monitor.sink import flat
 
 __all__ = ["LogsMetrics", "ReportsCallback"]
@@ -48,7 +49,7 @@ class _MetricsCallback(TrainerCallback):
     def __init__(self, trainer: LogsMetrics, options: Mapping[str, Any]) -> None:
         self._trainer = trainer
         self._options = {"norm": "on_spike" in options, **options}
-        self._metrics: zf.Metrics | None = None
+        self._metrics: Metrics | None = None
         self.numbers: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint import load
 from zero_fn.errors import LayoutError
-from zero_fn.inspect.memory import held
+from zero_fn.inspect.memory import memory
 from zero_fn.monitor.gradient_norm import clip_grad_norm
 from zero_fn.monitor.memory import memory_numbers
 from zero_fn.monitor.sink import Numbers, Sink
@@ -313,7 +313,7 @@ class _State:
 
     def memory(self) -> dict[str, float]:
         """Bytes of memory by tier."""
-        return memory_numbers(self.device_type, held(self.model, self.optimizer), self._paths)
+        return memory_numbers(self.device_type, memory(self.model, self.optimizer), self._paths)
 
 
 def metrics(

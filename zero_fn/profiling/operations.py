@@ -8,26 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from zero_fn.planning.machines import device_named
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment, Watch
 
 __all__ = ["Operations", "peak_of"]
-
-_PEAKS = {
-    "MIG": 0.0,  # a part of a device: measured
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "GB200": 2500e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-"""Operations a second in bfloat16, dense, by what is in the name of a device, as its vendor says.
-
-The first counts.
-"""
 
 _MEASURED: dict[tuple[str, torch.dtype], float] = {}
 
@@ -74,10 +59,9 @@ class Operations(Watch):
 def peak_of(device_type: str, dtype: torch.dtype) -> float:
     """Operations a second that a device of this type can do: as its vendor says for 16 bits, or
     those of a large product of matrices, which is measured once."""
-    name = torch.cuda.get_device_name() if device_type == "cuda" else ""
-    known = next((peak for part, peak in _PEAKS.items() if part in name), 0.0)
-    if known and dtype.itemsize == 2:
-        return known
+    known = device_named(torch.cuda.get_device_name()) if device_type == "cuda" else None
+    if known is not None and dtype.itemsize == 2:
+        return known.flops16
     if (device_type, dtype) not in _MEASURED:
         size = 1024 if device_type == "cpu" else 8192
         generator = torch.Generator(device_type).manual_seed(0)

@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import MeshError
 from zero_fn.transforms.selection import Where
+from zero_fn.transforms.shard import Buffers, shard_params
 from zero_fn.transforms.shard import replicate as replicate_over
-from zero_fn.transforms.shard import shard_params
-from zero_fn.values.home import Buffers
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.units import Units
 

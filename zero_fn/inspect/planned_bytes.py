@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.inspect.memory import Held, padding_nbytes
+from zero_fn.inspect.memory import MemoryUse, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
 from zero_fn.runtime.bfloat16_step import kept_beside
@@ -84,8 +84,8 @@ class Plan:
 
     Attributes:
         device_type: Type of the device that computes, such as "cuda".
-        held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
-            (formulas: `zero_fn.looking.predict`).
+        memory: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
+            (formulas: `zero_fn.inspect.planned_bytes`).
         padding: Bytes that uneven shards and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: Bytes sent per step, by the name of the data axis.
@@ -104,8 +104,8 @@ class Plan:
     """
 
     device_type: str
-    held: Held
-    padding: Held
+    memory: MemoryUse
+    padding: MemoryUse
     sent_nbytes: int
     sent_by_axis: Mapping[str, int]
     in_flight_nbytes: int
@@ -135,7 +135,7 @@ class Plan:
         rows = [
             (
                 name,
-                getattr(self.held, name),
+                getattr(self.memory, name),
                 f"  + {getattr(self.padding, name) / 1e6:.3f} MB padding",
             )
             for name in ("parameters", "gradients", "optimizer", "total")
@@ -253,7 +253,7 @@ def plan(
                 + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})
             ),
         ),
-        padding=Held(
+        padding=MemoryUse(
             sum(parameters for parameters, _ in paddings),
             sum(gradients for _, gradients in paddings),
             0,
@@ -314,7 +314,7 @@ def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> i
 
 def _at_rest(
     groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int | None
-) -> Held:
+) -> MemoryUse:
     """Bytes that this rank holds between backward and `zero_grad`,
     without padding and buffers of a streamed optimizer."""
     parameters = gradients = optimizer = 0
@@ -348,7 +348,7 @@ def _at_rest(
             if away:
                 tiers[str(kind.home.tiers.optim)] += away
     buffers = sum(largest.values()) * stagings_for(device_type)
-    return Held(parameters, gradients, optimizer, buffers, dict(tiers))
+    return MemoryUse(parameters, gradients, optimizer, buffers, dict(tiers))
 
 
 def _in_files(group: Group) -> tuple[StoredFiles, int] | None:

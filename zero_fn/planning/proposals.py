@@ -25,27 +25,26 @@ On a CPU collectives need the cores, too.
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from math import inf
+from math import inf, prod
 from operator import sub
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from zero_fn.errors import MeshError, StateError, TierError
-from zero_fn.inspect.memory import Held
-from zero_fn.looking.links import LinkSpeeds, of_all_ranks
-from zero_fn.looking.predict import Plan, plan
-from zero_fn.looking.table import table
+from zero_fn.inspect.memory import MemoryUse
+from zero_fn.inspect.planned_bytes import Plan, plan
+from zero_fn.inspect.table import table
+from zero_fn.planning.links import LinkSpeeds, of_all_ranks
+from zero_fn.planning.models import on_meta
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Link
@@ -64,9 +63,22 @@ from zero_fn.values.tiers import (
     nbytes_of_text,
 )
 
-__all__ = ["Proposal", "Proposals", "autoplan"]
+__all__ = [
+    "STAGES",
+    "Mesh",
+    "Proposal",
+    "Proposals",
+    "autoplan",
+    "predicted",
+    "proposal_of",
+    "proposals_table",
+    "without_collecting",
+]
 
 M = TypeVar("M", bound=nn.Module)
+
+Mesh = tuple[tuple[str, int], ...]
+"""Names and sizes of the axes of a mesh."""
 
 _TRANSFORMS: tuple[Callable[..., Any], ...] = (
     replicate,
@@ -91,37 +103,58 @@ def _staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One transform with its tiers, and the bytes and seconds that `autoplan`
-    predicts for it on this rank.
+    """A placement with its tiers, and the bytes and seconds that are predicted for it on this rank.
 
     Attributes:
-        transform: Name of the sharding transform.
+        transform: What is placed along the axes: the name of a sharding transform for one axis.
         tiers: What is offloaded, and to which tier.
         device_type: Type of the device that computes.
-        held: Bytes at rest in memory and in tiers, with their padding and all buffers of tiers.
+        memory: Bytes at rest in memory and in tiers, with their padding and all buffers of tiers.
         in_flight: Most bytes of gathered units and whole gradients at one moment of a step.
-        fits: Whether it fits the budget and the limits of the tiers.
+        sent: Bytes that a rank sends in a step.
+        excess: The largest part that it takes of the memory, or of the limit of a tier.
         compute_s, collectives_s: Seconds of computation, and of collectives,
             in a forward and backward.
+        latency_s: Seconds of collectives beside those of their bytes.
         fetch_s, fetch_link_s: Seconds for which the disk, and the link to an accelerator, move
             parameters and gradients in these.
         optimizer_s, disk_s, link_s: Seconds of an optimizer's step in memory,
             on the disk, and on the link.
+        mesh: Names and sizes of the axes.
+        activations: Bytes of activations, where they are known.
+        recompute: Whether those of repeated blocks are checkpointed.
+        tokens: Tokens of all ranks in a step; 0 if not known.
     """
 
     transform: str
     tiers: Tiers
     device_type: str
-    held: Held
+    memory: MemoryUse
     in_flight: int
-    fits: bool
+    sent: int
+    excess: float
     compute_s: float
     collectives_s: float
+    latency_s: float
     fetch_s: float
     fetch_link_s: float
     optimizer_s: float
     disk_s: float
     link_s: float
+    mesh: Mesh
+    activations: int = 0
+    recompute: bool = False
+    tokens: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the budget and the limits of the tiers."""
+        return self.excess <= 1
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What comes first: what fits, the fastest first; then what exceeds least."""
+        return not self.fits, self.step_s if self.fits else self.excess
 
     @property
     def nbytes(self) -> int:
@@ -139,11 +172,8 @@ class Proposal:
     @property
     def disk(self) -> int:
         """Bytes on a disk."""
-        return sum(
-            self.memory.tiers.get(str(tier), 0)
-            for tier in set(self._kinds.values())
-            if isinstance(tier, Nvme)
-        )
+        disks = {tier for tier in self._kinds.values() if isinstance(tier, Nvme)}
+        return sum(self.memory.tiers.get(str(disk), 0) for disk in disks)
 
     @property
     def step_s(self) -> float:
@@ -157,13 +187,32 @@ class Proposal:
     def bound(self) -> str:
         """What takes longest in a step, such as "collectives"."""
         parts = {
-            name: getattr(self, f"{name}_s") for name in ("compute", "collectives", "optimizer")
-        }
-        parts |= {
+            "compute": self.compute_s,
+            "collectives": self.collectives_s,
+            "optimizer": self.optimizer_s,
             "disk": max(self.fetch_s, self.disk_s),
             "link": max(self.fetch_link_s, self.link_s),
         }
         return max(parts, key=lambda name: parts[name])
+
+    @property
+    def ranks(self) -> int:
+        """Those of the mesh."""
+        return prod(size for _, size in self.mesh)
+
+    @property
+    def mesh_text(self) -> str:
+        """The axes, such as "outer 8 x inner 8"."""
+        return " x ".join(f"{name} {size}" for name, size in self.mesh)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks; 0 if not known."""
+        return self.tokens / self.step_s if self.tokens else 0.0
+
+    def usd_per_billion_tokens(self, usd_per_hour: float) -> float:
+        """What 1e9 tokens cost, where one device costs so much an hour. `tokens` is known."""
+        return 1e9 / self.tokens_per_second / 3600 * usd_per_hour * self.ranks
 
     @property
     def tier(self) -> Tier | None:
@@ -184,15 +233,15 @@ class Proposal:
 
     @property
     def _kinds(self) -> dict[str, Tier]:
-        rows = (
-            ("parameters", self.tiers.params),
-            ("gradients", self.tiers.grads),
-            ("states", self.tiers.optim),
-        )
-        return {kind: tier for kind, tier in rows if tier is not None}
+        rows = {
+            "parameters": self.tiers.params,
+            "gradients": self.tiers.grads,
+            "states": self.tiers.optim,
+        }
+        return {kind: tier for kind, tier in rows.items() if tier is not None}
 
     def place(self, module: M, mesh: DeviceMesh, **options: Any) -> M:
-        """Applies the proposal to a module: the sharding transform,
+        """Applies a proposal of `autoplan` to a module: the sharding transform,
         and `offload` if something is offloaded.
 
         Args:
@@ -233,43 +282,44 @@ class Proposals:
         return self.all[0]
 
     def __str__(self) -> str:
-        header = (
-            "transform",
-            "elsewhere",
-            "memory MB",
-            "in flight",
-            "host MB",
-            "disk MB",
-            "step ms",
-            "bound by",
-            "",
-        )
-        rows: list[tuple[str, ...]] = [header]
-        for each in self.all:
-            sizes = (
-                each.nbytes / 1e6,
-                each.in_flight / 1e6,
-                each.host / 1e6,
-                each.disk / 1e6,
-                each.step_s * 1e3,
-            )
-            numbers = (f"{size:,.1f}" for size in sizes)
-            rows.append(
-                (
-                    each.transform,
-                    each.away,
-                    *numbers,
-                    each.bound,
-                    "" if each.fits else "does not fit",
-                )
-            )
-        lines = table(rows, right=range(2, 7))
         tiers = {str(proposal.tier) for proposal in self.all if proposal.tier is not None}
         where = "".join(f", and {tier}" for tier in sorted(tiers))
-        return "\n".join([f"budget {bytes_text(self.budget)} per rank{where}", *lines])
+        return "\n".join(
+            [f"budget {bytes_text(self.budget)} per rank{where}", *proposals_table(self.all)]
+        )
 
 
-_NBYTES = ("parameters", "gradients", "optimizer", "buffers", "in_flight")
+def proposals_table(rows: Sequence[Proposal], usd_per_hour: float | None = None) -> list[str]:
+    """A line for each proposal. Columns in which all have nothing are left out."""
+    large = any(each.nbytes + each.activations >= 10**9 for each in rows)
+    unit, size = ("GB", 1e9) if large else ("MB", 1e6)
+    columns: dict[str, Callable[[Proposal], str | float]] = {
+        "placement": lambda each: each.transform,
+        "over": lambda each: each.mesh_text,
+        "elsewhere": lambda each: each.away,
+        "recompute": lambda each: "yes" if each.recompute else "",
+        f"at rest {unit}": lambda each: (each.nbytes - each.in_flight) / size,
+        "in flight": lambda each: each.in_flight / size,
+        "activations": lambda each: each.activations / size,
+        "of device": lambda each: (each.nbytes + each.activations) / size,
+        f"host {unit}": lambda each: each.host / size,
+        f"disk {unit}": lambda each: each.disk / size,
+        f"sent {unit}": lambda each: each.sent / size,
+        "step ms": lambda each: each.step_s * 1e3,
+        "bound by": lambda each: each.bound,
+        "tokens/s": lambda each: each.tokens_per_second,
+    }
+    if usd_per_hour is not None and all(each.tokens for each in rows):
+        columns["USD/1e9 tokens"] = lambda each: each.usd_per_billion_tokens(usd_per_hour)
+    columns[""] = lambda each: "" if each.fits else "does not fit"
+    found = {name: [cell(each) for each in rows] for name, cell in columns.items()}
+    found = {name: cells for name, cells in found.items() if any(cells)}
+    texts = [
+        [name, *(each if isinstance(each, str) else f"{each:,.1f}" for each in cells)]
+        for name, cells in found.items()
+    ]
+    right = [at for at, cells in enumerate(found.values()) if not isinstance(cells[0], str)]
+    return table(list(zip(*texts, strict=True)), right=right)
 
 
 def _adamw(parameters: Iterable[Tensor]) -> Optimizer:
@@ -292,7 +342,8 @@ def autoplan(
     state on a disk or on the host.
 
         links = zf.distributed.measure_links(mesh["dp"], path="/local_nvme")
-        found = zf.planning.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
+        disk = zf.nvme("/local_nvme")
+        found = zf.planning.autoplan(model, mesh["dp"], "6GiB", links=links, tier=disk)
         print(found)
         model = found.best.place(model, mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -347,7 +398,8 @@ def autoplan(
         raise MeshError(
             f"autoplan does not know how fast axis {axis} is.",
             measured=", ".join(map(repr, links.sent)) or "no axis",
-            fix=f'links = zf.distributed.measure_links(mesh["{axis.name}"]), over the axis that is planned',
+            fix=f'links = zf.distributed.measure_links(mesh["{axis.name}"]), '
+            "over the axis that is planned",
         )
     tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
@@ -365,19 +417,20 @@ def autoplan(
     if axis.size > 1 and axis.backend != "fake":
         own = [number for *_, numbers in ways for number in numbers.values()]
         largest = iter(of_all_ranks(axis, own, "predictions of autoplan").amax(0).tolist())
-        ways = [
-            (transform, chosen, {name: next(largest) for name in names})
-            for transform, chosen, names in ways
-        ]
-    proposals = [proposal_of(*way, axis.device_type, tiers, room) for way in ways]
+        for *_, numbers in ways:
+            numbers.update({name: next(largest) for name in numbers})
+    mesh_of = ((axis.name, axis.size),)
+    proposals = [proposal_of(*way, axis.device_type, room, mesh_of) for way in ways]
     # Of equal proposals the earlier stays first.
-    proposals.sort(key=lambda proposal: (not proposal.fits, proposal.step_s))
-    if not proposals[0].fits:
-        least = min(proposals, key=lambda proposal: _excess(proposal, room))
-        takes = {"memory": least.nbytes, "host": least.host, "disk": least.disk}
+    proposals.sort(key=lambda proposal: proposal.order)
+    nearest = proposals[0]
+    if not nearest.fits:
+        takes = {"memory": nearest.nbytes, "host": nearest.host, "disk": nearest.disk}
         raise TierError(
             f"No placement fits {bytes_text(room)} of memory per rank.",
-            nearest=f"{least.transform}, {least.away} elsewhere" if tiers else least.transform,
+            nearest=f"{nearest.transform}, {nearest.away} elsewhere"
+            if tiers
+            else nearest.transform,
             takes=", ".join(
                 f"{where} {bytes_text(taken)}" for where, taken in takes.items() if taken
             ),
@@ -460,8 +513,12 @@ def predicted(
     *,
     backwards: int = 1,
 ) -> Iterator[tuple[Tiers, dict[str, float]]]:
-    """For each choice of tiers, the bytes and seconds of a placed module on this rank, by name."""
-    states, units, stock = 0, units_of(placed), optimizer(placed.parameters())
+    """For each choice of tiers, the bytes and seconds of a placed module on this rank, by name.
+
+    Seconds end with "_s"; bytes in a tier have its name.
+    """
+    units, stock = units_of(placed), optimizer(placed.parameters())
+    states = 0
     for chosen in _choices(tiers):
         _rest_in(chosen, units)
         planned = plan(placed, stock, backwards=backwards)
@@ -471,8 +528,12 @@ def predicted(
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
         is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
-        latency = sum(
+        memory = (links.device_memory or 1.0) if is_stepped_there else links.memory
+        latency_s = sum(
             count * links.latency.get(along, 0.0) for along, count in planned.collectives.items()
+        )
+        sent_s = sum(
+            nbytes / links.sent[along] for along, nbytes in planned.sent_by_axis.items() if nbytes
         )
         fetch_s, both_s = (_disk_s(found, tiers, links) for found in (without, planned))
         yield (
@@ -485,13 +546,11 @@ def predicted(
                 **{str(tier): held.tiers.get(str(tier), 0) for tier in tiers},
                 "in_flight": planned.in_flight_nbytes,
                 "sent": planned.sent_nbytes,
-                "collectives_s": latency
-                + sum(sent / links.sent[at] for at, sent in planned.sent_by_axis.items() if sent),
-                "latency": latency,
+                "collectives_s": latency_s + sent_s,
+                "latency_s": latency_s,
                 "fetch_s": fetch_s,
                 "fetch_link_s": _link_s(without.link, links),
-                "optimizer_s": touched
-                / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
+                "optimizer_s": touched / memory,
                 "disk_s": both_s - fetch_s,
                 "link_s": _link_s(Link(*map(sub, planned.link, without.link)), links),
             },
@@ -533,39 +592,36 @@ def proposal_of(
     chosen: Tiers,
     numbers: Mapping[str, float],
     device_type: str,
-    tiers: Sequence[Tier],
     room: int,
+    mesh: Mesh,
 ) -> Proposal:
-    in_tiers = {str(tier): int(numbers[str(tier)]) for tier in tiers if numbers[str(tier)]}
-    parameters, gradients, optimizer, buffers, in_flight = (int(numbers[name]) for name in _NBYTES)
-    held = Held(parameters, gradients, optimizer, buffers, in_tiers)
-    seconds = {name: number for name, number in numbers.items() if name.endswith("_s")}
-    found = Proposal(transform, chosen, device_type, held, in_flight, fits=False, **seconds)
-    return replace(found, fits=_excess(found, room) <= 1)
-
-
-def _excess(proposal: Proposal, room: int) -> float:
-    """The largest part that a proposal takes of the memory,
-    or of the limit of a tier; above 1 it does not fit."""
-    tiers = {
-        tier
-        for tier in (proposal.tiers.params, proposal.tiers.grads, proposal.tiers.optim)
-        if tier is not None
-    }
-    taken = ((tier, proposal.host if isinstance(tier, Cpu) else proposal.disk) for tier in tiers)
-    limited = (
-        nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None
+    """What was predicted, by name, where `room` bytes of device memory may be taken."""
+    given = (chosen.params, chosen.grads, chosen.optim)
+    tiers = {str(tier): tier for tier in given if tier is not None}
+    held = MemoryUse(
+        int(numbers["parameters"]),
+        int(numbers["gradients"]),
+        int(numbers["optimizer"]),
+        int(numbers["buffers"]),
+        {name: int(numbers[name]) for name in tiers if numbers[name]},
     )
-    return max(proposal.nbytes / room if room > 0 else inf, *limited, 0.0)
-
-
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory: parameters and buffers of the same shapes on `meta`."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
-        )
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    seconds: dict[str, Any] = {
+        name: number for name, number in numbers.items() if name.endswith("_s")
+    }
+    found = Proposal(
+        transform,
+        chosen,
+        device_type,
+        held,
+        in_flight=int(numbers["in_flight"]),
+        sent=int(numbers["sent"]),
+        excess=0.0,
+        mesh=mesh,
+        **seconds,
+    )
+    parts = [found.nbytes / room if room > 0 else inf]
+    for tier in tiers.values():
+        if tier.limit_nbytes is not None:
+            taken = found.host if isinstance(tier, Cpu) else found.disk
+            parts.append(taken / tier.limit_nbytes)
+    return replace(found, excess=max(parts))

@@ -16,12 +16,13 @@ Source: NCCL, src/graph/tuning.cc: base and hardware latencies of the protocol S
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import log2
 
-from zero_fn.looking.links import LinkSpeeds
+from zero_fn.planning.links import LinkSpeeds
 
-__all__ = ["DEVICES", "Device", "Machine"]
+__all__ = ["DEVICES", "Device", "Machine", "device_named"]
 
 ATTAINED = 0.8
 
@@ -50,10 +51,21 @@ DEVICES = {
     "a100-40": Device(40 * 10**9, 312e12, 19.5e12, 1555e9, 300e9, _PCIE4),
     "a100": Device(80 * 10**9, 312e12, 19.5e12, 2039e9, 300e9, _PCIE4),
     "h100": Device(80 * 10**9, 989e12, 67e12, 3350e9, 450e9, _PCIE5),
+    "h100-pcie": Device(80 * 10**9, 756e12, 51e12, 2000e9, None, _PCIE5),
+    "h100-nvl": Device(94 * 10**9, 835e12, 60e12, 3938e9, 300e9, _PCIE5),
     "h200": Device(141 * 10**9, 989e12, 67e12, 4800e9, 450e9, _PCIE5),
+    "h200-nvl": Device(141 * 10**9, 835e12, 60e12, 4800e9, 450e9, _PCIE5),
     "b200": Device(180 * 10**9, 2250e12, 75e12, 8000e9, 900e9, _PCIE5),
+    "gb200": Device(186 * 10**9, 2500e12, 80e12, 8000e9, 900e9, 450e9),
 }
 """By the names that `python -m zero_fn plan --device` takes."""
+
+
+def device_named(name: str) -> Device | None:
+    """The device that a driver calls so; None for a part of one (MIG), and for unknown ones."""
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    known = [each for each in DEVICES if words.issuperset(each.split("-"))]
+    return DEVICES[max(known, key=len)] if known and "mig" not in words else None
 
 
 @dataclass(frozen=True, slots=True)

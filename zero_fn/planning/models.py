@@ -3,11 +3,12 @@ from `module:function`, or of a well-known shape."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_fn.errors import ConfigError
 
-__all__ = ["SHAPES", "PlannedModel", "model_of"]
+__all__ = ["SHAPES", "PlannedModel", "copy_with", "model_of", "on_meta"]
 
 _LLAMA = {"model_type": "llama", "vocab_size": 32000}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -165,3 +166,18 @@ def _of_function(what: str) -> PlannedModel:
     left = "model" if given is None else "model, _"
     lines = f'with torch.device("meta"):\n    {left} = {attribute}()'
     return PlannedModel(module, inputs, tokens, f"from {name} import {attribute}", lines)
+
+
+def copy_with(module: nn.Module, made: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a module with other parameters and buffers: what `made` returns for each."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(made(parameter), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = made(buffer)
+    return copy.deepcopy(module, memo)
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy without memory: parameters and buffers of the same shapes on `meta`."""
+    return copy_with(module, lambda tensor: torch.empty_like(tensor, device="meta"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
 
@@ -17,19 +17,19 @@ from torch.optim import AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_fn.errors import ConfigError
-from zero_fn.looking.activations import Compute, activations_of
-from zero_fn.looking.autoplan import (
+from zero_fn.planning.activations import Compute, activations_of
+from zero_fn.planning.links import LinkSpeeds
+from zero_fn.planning.machines import Machine
+from zero_fn.planning.models import PlannedModel, on_meta
+from zero_fn.planning.proposals import (
     STAGES,
+    Mesh,
     Proposal,
-    on_meta,
     predicted,
     proposal_of,
     without_collecting,
 )
-from zero_fn.looking.links import LinkSpeeds
-from zero_fn.looking.machines import Machine
-from zero_fn.looking.models import PlannedModel
-from zero_fn.looking.repeated import Stack, cut_to, of_all_layers, stacks_of
+from zero_fn.planning.repeated_layers import Stack, cut_to, of_all_layers, stacks_of
 from zero_fn.streamed.pieces import Planner
 from zero_fn.transforms.hybrid import hybrid
 from zero_fn.transforms.precision import precision
@@ -38,17 +38,13 @@ from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.units import repeated_blocks
 
 __all__ = [
-    "Configuration",
-    "Mesh",
     "Training",
+    "Ways",
     "compute_of",
     "configurations",
     "pretended",
     "shapes_of",
 ]
-
-Mesh = tuple[tuple[str, int], ...]
-"""Names and sizes of the axes of a mesh."""
 
 _MOST_WITH_TIERS = 1024
 _NO_ACTIVATIONS = Compute(0, 0.0)
@@ -59,8 +55,7 @@ class Training:
     """What is trained with, beside the model.
 
     Attributes:
-        ranks: Devices, of which each has one rank.
-        machine: What they are.
+        machine: The devices, of which each has one rank, and what lies between them.
         reserved: Bytes of a device that are left to its driver, to NCCL,
             and to gaps of torch's allocator.
         host, disk: Bytes that a node has for tiers; None: it has no such tier.
@@ -70,7 +65,6 @@ class Training:
         utilisation: The part of the device's peak that matrix products attain.
     """
 
-    ranks: int
     machine: Machine
     reserved: int = 3 * 10**9
     host: int | None = None
@@ -80,12 +74,12 @@ class Training:
     microbatches: int = 1
     utilisation: float = 0.5
 
-    def tiers(self) -> list[Tier]:
-        """The tiers, with the part of each that one rank has;
+    def tiers(self, ranks: int) -> list[Tier]:
+        """The tiers of so many ranks, with the part of each that one has;
         none for thousands of ranks, whose memory is enough."""
-        if self.ranks > _MOST_WITH_TIERS:
+        if ranks > _MOST_WITH_TIERS:
             return []
-        shared = min(self.ranks, self.machine.per_node)
+        shared = min(ranks, self.machine.per_node)
         found: list[Tier] = [] if self.host is None else [cpu(limit=self.host // shared)]
         if self.disk is None:
             return found
@@ -103,52 +97,6 @@ class Training:
         return self.utilisation * (
             device.flops32 if self.computes_in == torch.float32 else device.flops16
         )
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A mesh, what is placed along it, where state rests, and what it needs.
-
-    Attributes:
-        mesh: The axes.
-        proposal: Bytes and seconds; `transform` says what is placed along the axes.
-        recompute: Whether activations of layers are checkpointed.
-        activations: Bytes of them.
-        sent: Bytes that a rank sends in a step.
-        latency: Seconds of a step that collectives take beside those of their bytes.
-        tokens: Tokens of all ranks in a step; 0 if not known.
-    """
-
-    mesh: Mesh
-    proposal: Proposal
-    recompute: bool
-    activations: int
-    sent: int
-    latency: float
-    tokens: int
-
-    @property
-    def ranks(self) -> int:
-        """Those of the mesh."""
-        return prod(size for _, size in self.mesh)
-
-    @property
-    def nbytes(self) -> int:
-        """Most bytes of the device in a step."""
-        return self.proposal.nbytes + self.activations
-
-    @property
-    def mesh_text(self) -> str:
-        """The axes, such as "outer 8 x inner 8"."""
-        return " x ".join(f"{name} {size}" for name, size in self.mesh)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.proposal.step_s
-
-    def usd_per_billion_tokens(self, usd_per_hour: float) -> float:
-        """What 1e9 tokens cost, where one device costs so much an hour. `tokens` is known."""
-        return 1e9 / self.tokens_per_second / 3600 * usd_per_hour * self.ranks
 
 
 @contextmanager
@@ -203,14 +151,14 @@ def configurations(
     training: Training,
     compute: Sequence[Compute | None],
     meshes: Sequence[Mesh],
-) -> list[Configuration]:
+) -> list[Proposal]:
     """For each placement along each mesh, with and without checkpoints of activations, the tiers of
     the fastest step that fits, or of the one that exceeds least.
 
     Those that fit come first, and of these the fastest. Tiers are tried where the memory of the
     device is too small without.
     """
-    found: list[Configuration] = []
+    found: list[Proposal] = []
     stacks = stacks_of(model.module)
 
     @cache
@@ -219,94 +167,83 @@ def configurations(
         cut_to(few, depths)
         return precision(few) if training.computes_in != torch.float32 else few
 
+    def placed(
+        place: _Placed, devices: DeviceMesh, depths: Sequence[tuple[Stack, int]]
+    ) -> nn.Module:
+        return place(bare(tuple(depths)), devices)
+
     for mesh in meshes:
         ranks = prod(size for _, size in mesh)
-        tokens = model.tokens * training.microbatches * ranks
+        links, tiers = training.machine.links(*_apart(mesh)), training.tiers(ranks)
         with pretended(ranks), without_collecting():
             shape = torch.arange(ranks).view([size for _, size in mesh])
             devices = DeviceMesh("cuda", shape, mesh_dim_names=tuple(name for name, _ in mesh))
             for name, place in _placements_of(mesh).items():
-                ways = _Ways(
-                    bare,
-                    stacks,
-                    partial(place, mesh=devices),
-                    training,
-                    training.machine.links(*_apart(mesh)),
-                )
-                for recompute, needed in enumerate(compute):
-                    if needed is not None:
-                        best, numbers = ways.best(name, needed)
-                        moved = int(numbers["sent"]), numbers["latency"]
-                        found.append(
-                            Configuration(
-                                mesh, best, bool(recompute), needed.nbytes, *moved, tokens
-                            )
-                        )
-    return sorted(found, key=lambda each: (not each.proposal.fits, each.proposal.step_s))
+                ways = Ways(partial(placed, place, devices), stacks, training, links, tiers)
+                found += [
+                    replace(
+                        ways.best(name, mesh, needed),
+                        recompute=bool(recompute),
+                        tokens=model.tokens * training.microbatches * ranks,
+                    )
+                    for recompute, needed in enumerate(compute)
+                    if needed is not None
+                ]
+    return sorted(found, key=lambda each: each.order)
 
 
-class _Ways:
+_Choice = tuple[Tiers, Mapping[str, float]]
+
+
+class Ways:
     """What one placement needs: without tiers, and with each choice of them."""
 
     def __init__(
         self,
-        # The model with so many layers of each stack.
-        bare: Callable[[tuple[tuple[Stack, int], ...]], nn.Module],
+        # The placed model with so many layers of each stack.
+        placed: Callable[[Sequence[tuple[Stack, int]]], nn.Module],
         stacks: Sequence[Stack],
-        place: Callable[[nn.Module], nn.Module],
         training: Training,
         links: LinkSpeeds,
+        tiers: Sequence[Tier],
     ) -> None:
-        self._bare = bare
-        self._place = place
+        self._placed = placed
         self._training = training
         self._links = links
-        self._in_memory = [(IN_MEMORY, of_all_layers(self._of_few, stacks))]
-
-    def _of_few(self, depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
-        return next(self._predicted(self._bare(tuple(depths)), ()))[1]
+        self._tiers = tiers
+        self.in_memory = of_all_layers(lambda depths: next(self._predicted(depths, ()))[1], stacks)
 
     def _predicted(
-        self, module: nn.Module, tiers: Sequence[Tier]
-    ) -> Iterator[tuple[Tiers, dict[str, float]]]:
+        self, depths: Sequence[tuple[Stack, int]], tiers: Sequence[Tier]
+    ) -> Iterator[_Choice]:
         training = self._training
+        placed = self._placed(depths)
         return predicted(
-            self._place(module),
-            tiers,
-            training.optimizer,
-            self._links,
-            backwards=training.microbatches,
+            placed, tiers, training.optimizer, self._links, backwards=training.microbatches
         )
 
     @cached_property
-    def _all(self) -> list[tuple[Tiers, dict[str, float]]]:
-        return list(self._predicted(self._bare(()), self._training.tiers()))
+    def _in_tiers(self) -> list[_Choice]:
+        return list(self._predicted((), self._tiers))
 
-    def best(self, name: str, needed: Compute) -> tuple[Proposal, Mapping[str, float]]:
-        """With so many activations: what fits and is fastest,
-        or exceeds least; and all numbers of it."""
-        training, tiers = self._training, self._training.tiers()
+    def best(self, name: str, mesh: Mesh, needed: Compute) -> Proposal:
+        """With so many activations: what fits and is fastest, or exceeds least."""
+        training = self._training
         room = training.machine.device.memory - training.reserved - needed.nbytes
         seconds = {"compute_s": training.microbatches * needed.flops / training.flops}
 
-        def of(
-            ways: Sequence[tuple[Tiers, dict[str, float]]], tiers: Sequence[Tier]
-        ) -> tuple[Proposal, Mapping[str, float]]:
-            found = [
-                (proposal_of(name, chosen, numbers | seconds, "cuda", tiers, room), numbers)
-                for chosen, numbers in ways
-            ]
-            return min(found, key=lambda each: _order(each[0], room))
+        def of(choices: Sequence[_Choice]) -> Proposal:
+            found = (
+                proposal_of(name, chosen, {**numbers, **seconds}, "cuda", room, mesh)
+                for chosen, numbers in choices
+            )
+            return min(found, key=lambda each: each.order)
 
-        found = of(self._in_memory, ())
+        found = of([(IN_MEMORY, self.in_memory)])
         # Nothing in a tier makes a step faster, nor what is in flight less.
-        if found[0].fits or found[0].in_flight > room or not tiers:
-            return found
-        return of(self._all, tiers)
-
-
-def _order(proposal: Proposal, room: int) -> tuple[bool, float]:
-    return not proposal.fits, proposal.step_s if proposal.fits else proposal.nbytes - room
+        if self._tiers and not found.fits and found.in_flight <= room:
+            found = of(self._in_tiers)
+        return replace(found, activations=needed.nbytes)
 
 
 def _apart(mesh: Mesh) -> list[tuple[str, int, int]]:

@@ -10,7 +10,6 @@ keeps what the one of an accelerator does.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from zero_fn.looking.autoplan import on_meta
-from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
+from zero_fn.planning.models import copy_with, on_meta
+from zero_fn.planning.repeated_layers import Stack, cut_to, of_all_layers
 from zero_fn.values.units import repeated_blocks
 
 __all__ = ["Compute", "activations_of", "live_bytes"]
@@ -71,7 +70,8 @@ def activations_of(
         few = on_meta(module)
         cut_to(few, depths)
         with FakeTensorMode():
-            few, given = _faked(few, dtype), tree_map_only(Tensor, _fake, inputs)
+            few = copy_with(few, partial(_fake, dtype=dtype))
+            given = tree_map_only(Tensor, _fake, inputs)
             for name in list(repeated_blocks(few)) if recompute else ():
                 block = few.get_submodule(name)
                 block.forward = partial(
@@ -170,15 +170,6 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    is_cast = dtype is not None and tensor.is_floating_point()
+    """On the CPU, inside a mode of fake tensors; parameters in a dtype."""
+    is_cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
-
-
-def _faked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose tensors are fake ones on the CPU in a dtype, inside a mode of fake tensors."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter, dtype), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = _fake(buffer, dtype)
-    return copy.deepcopy(module, memo)

@@ -1,0 +1,245 @@
+"""`python -m zero_fn plan`: which stages, tiers and meshes a model fits,
+how long a step takes, and the code for it.
+
+    python -m zero_fn plan config.json --ranks 64
+    python -m zero_fn plan 70B --ranks 8 64 512 --device h100 --host 2TB --disk 8TB
+    python -m zero_fn plan train:new_model --ranks 16 --device a100 --links links.json --json
+
+No process group is needed, and no accelerator: the model is on `meta`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zero_fn.errors import ConfigError, ZeroError
+from zero_fn.planning.activations import Compute
+from zero_fn.planning.code_of_plan import program_of
+from zero_fn.planning.configurations import Training, compute_of, configurations, shapes_of
+from zero_fn.planning.links import LinkSpeeds
+from zero_fn.planning.machines import DEVICES, Machine
+from zero_fn.planning.models import SHAPES, model_of
+from zero_fn.planning.proposals import Proposal, proposals_table
+from zero_fn.values.tiers import nbytes_of_text
+
+__all__ = ["Answer", "main", "planned", "training_of"]
+
+_ONE = ("ranks", "per_node", "sequence", "microbatch", "microbatches", "cards")
+"""Options that are counts of at least one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that the command says. `rows`: for each number of ranks, the fastest that fits first."""
+
+    title: str
+    notes: list[str]
+    rows: list[Proposal]
+    program: str
+
+    @property
+    def best(self) -> Proposal:
+        """The first that fits, or what is nearest."""
+        return next((row for row in self.rows if row.fits), self.rows[0])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the plan. Returns 0; 1 if nothing fits, or with the error if there is no plan."""
+    options = _parser().parse_args(arguments)
+    try:
+        found = _planned_of(options)
+    except (ZeroError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(_data(found, options), indent=1) if options.json else _text(found, options))
+    return int(not found.best.fits)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_fn plan",
+        description="What a model needs before it starts: the stages, tiers and meshes that fit, "
+        "bytes of each rank, the predicted seconds of a step, and the code. No device is needed.",
+        epilog=f"Devices: {', '.join(DEVICES)}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        help="config.json of Hugging Face, or its folder; module:function; "
+        f"or one of {', '.join(SHAPES)}",
+    )
+    add("--ranks", type=int, nargs="+", default=[8], metavar="N", help="devices in all")
+    add("--device", choices=DEVICES, default="h100", metavar="NAME", help="what they are")
+    add("--memory", metavar="SIZE", help="memory of a device, if not that of --device")
+    add("--cards", type=int, metavar="N", help="network cards of a node, if not one a device")
+    add("--links", metavar="FILE", help="speeds of `python -m zero_fn links --out FILE`")
+    add("--usd-per-hour", type=float, metavar="USD", help="price of a device: adds 1e9 tokens")
+    for name, default, what in (
+        ("--per-node", 8, "devices of a node"),
+        ("--reserve", "3GB", "memory of a device for the driver, NCCL, gaps"),
+        ("--host", "2TB", "memory of a node for tiers; 0 for none"),
+        ("--disk", "0", "NVMe of a node for tiers; 0 for none"),
+        ("--network", 400.0, "Gbit/s of a network card"),
+        ("--sequence", 4096, "tokens of a sequence"),
+        ("--microbatch", 1, "sequences of a microbatch"),
+        ("--microbatches", 1, "microbatches of a step"),
+        ("--utilisation", 0.5, "part of the peak that is attained"),
+    ):
+        add(name, type=type(default), default=default, metavar="N", help=what)
+    add("--precision", choices=("bf16", "fp32"), default="bf16", help="what it computes in")
+    add("--states", choices=("fp32", "8bit"), default="fp32", help="states of AdamW")
+    add("--all", action="store_true", help="show what does not fit, too")
+    add("--json", action="store_true", help="print JSON, in bytes and seconds")
+    return parser
+
+
+def planned(arguments: Sequence[str]) -> Answer:
+    """What the command says with these arguments."""
+    return _planned_of(_parser().parse_args(arguments))
+
+
+def training_of(arguments: Sequence[str]) -> Training:
+    """How it is trained with these arguments."""
+    return _training_of(_parser().parse_args(arguments))
+
+
+def _planned_of(options: argparse.Namespace) -> Answer:
+    """Plans.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be run on fake tensors;
+            or an option makes no sense.
+    """
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    counts = [given[name] for name in _ONE if name != "ranks" and name in given]
+    if min(*options.ranks, *counts) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
+        raise ConfigError(
+            "A number of the command line is too small or too large.",
+            got=" ".join(
+                f"{name}={value}"
+                for name, value in given.items()
+                if name in (*_ONE, "network", "utilisation")
+            ),
+            fix="counts of at least 1, a utilisation above 0 and at most 1, a network above 0",
+        )
+    for ranks in options.ranks:
+        if ranks > options.per_node and ranks % options.per_node:
+            raise ConfigError(
+                "Nodes are not full.",
+                ranks=ranks,
+                per_node=options.per_node,
+                fix=f"--ranks {ranks // options.per_node * options.per_node}",
+            )
+    training = _training_of(options)
+    model = model_of(options.model, options.sequence, options.microbatch)
+    notes, compute = [], [Compute(0, 0.0), None]
+    try:
+        compute = compute_of(model, training)
+    except Exception as error:  # whatever code of a model raises
+        notes.append(
+            "activations are not counted: on fake tensors the model raises "
+            f"{type(error).__name__}: {error}"
+        )
+    if model.inputs is None:
+        notes.append(
+            "activations are not counted: nobody said what goes in; return (model, inputs)"
+        )
+    rows = [
+        row
+        for ranks in options.ranks
+        for row in configurations(model, training, compute, shapes_of(ranks, options.per_node))
+    ]
+    numel = sum(parameter.numel() for parameter in model.module.parameters())
+    counted = ", ".join(f"{ranks:,}" for ranks in options.ranks)
+    title = (
+        f"{options.model}: {numel / 1e9:,.2f} B parameters on {counted} x "
+        f"{options.device}, {options.precision}"
+    )
+    memory, reserved = training.machine.device.memory / 1e9, training.reserved / 1e9
+    speeds = f"of {options.links}" if options.links else "of data sheets, of which 0.8 is attained"
+    notes.append(
+        f"a device has {memory:,.1f} GB, of which {reserved:,.1f} GB are left to others; "
+        f"{options.microbatches} x {model.tokens:,} tokens a rank and step; speeds {speeds}"
+    )
+    found = Answer(title, notes, rows, "")
+    return replace(found, program=program_of(found.best, model, training))
+
+
+def _training_of(options: argparse.Namespace) -> Training:
+    device = DEVICES[options.device]
+    if options.memory:
+        device = replace(device, memory=nbytes_of_text(options.memory, "--memory"))
+    cards = options.per_node if options.cards is None else options.cards
+    machine = Machine(
+        device,
+        options.per_node,
+        cards * options.network / 8 * 1e9,
+        measured=LinkSpeeds.read(options.links) if options.links else None,
+    )
+    return Training(
+        machine,
+        reserved=nbytes_of_text(options.reserve, "--reserve"),
+        host=None if options.host == "0" else nbytes_of_text(options.host, "--host"),
+        disk=None if options.disk == "0" else nbytes_of_text(options.disk, "--disk"),
+        computes_in=torch.float32 if options.precision == "fp32" else torch.bfloat16,
+        states_in_8_bits=options.states == "8bit",
+        microbatches=options.microbatches,
+        utilisation=options.utilisation,
+    )
+
+
+def _text(found: Answer, options: argparse.Namespace) -> str:
+    shown = found.rows if options.all else [row for row in found.rows if row.fits] or [found.best]
+    lines = [found.title, *found.notes, ""]
+    if not found.best.fits:
+        lines += ["Nothing fits. Nearest:"]
+    lines += proposals_table(shown, options.usd_per_hour)
+    if not found.best.fits:
+        lines += [
+            "",
+            "fix: more ranks, --host or --disk, a smaller --microbatch or --sequence, "
+            "--states 8bit",
+        ]
+    return "\n".join([*lines, "", "The first row that fits as a program:", "", found.program])
+
+
+def _data(found: Answer, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "title": found.title,
+        "notes": found.notes,
+        "configurations": [_numbers(row, options.usd_per_hour) for row in found.rows],
+        "program": found.program,
+    }
+
+
+def _numbers(row: Proposal, usd_per_hour: float | None) -> dict[str, Any]:
+    found = {
+        "mesh": dict(row.mesh),
+        "placement": row.transform,
+        "elsewhere": row.away,
+        "recompute": row.recompute,
+        "fits": row.fits,
+        "at_rest_bytes": row.nbytes - row.in_flight,
+        "in_flight_bytes": row.in_flight,
+        "activations_bytes": row.activations,
+        "device_bytes": row.nbytes + row.activations,
+        "host_bytes": row.host,
+        "disk_bytes": row.disk,
+        "sent_bytes": row.sent,
+        "latency_seconds": row.latency_s,
+        "step_seconds": row.step_s,
+        "bound_by": row.bound,
+    }
+    if row.tokens:
+        found["tokens_per_second"] = row.tokens_per_second
+        if usd_per_hour is not None:
+            found["usd_per_1e9_tokens"] = row.usd_per_billion_tokens(usd_per_hour)
+    return found
