@@ -320,7 +320,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "own-rows-do-not-come-along",
-        "owners/trips.py:collected",
+        "owners/exchange.py:collected",
         "an owner has its own rows of a tensor, too",
         "leg.rows(room, owner).copy_(held[at])",
         "leg.rows(room, owner)",
@@ -332,6 +332,6 @@ BUGS: tuple[Bug, ...] = (
         "the next tensor goes to the rank with the least to do",
         "load[number] += cost",
         "load[number] = cost",
-        "tests/units/owners/test_dealing.py",
+        "tests/units/owners/test_assignment.py",
     ),
 )
