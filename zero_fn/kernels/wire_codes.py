@@ -134,7 +134,7 @@ def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
         low, high = torch.nn.functional.pad(codes & 15, (0, numel % 2)).chunk(2, -1)
         codes = low | high << 4
     places = out.zero_().view(-1, blocks, records.nbytes)
-    places[..., :SCALE_NBYTES] = scale.view(torch.uint8)
+    places[..., :SCALE_NBYTES].view(torch.float32).copy_(scale)
     places[..., SCALE_NBYTES : SCALE_NBYTES + codes.shape[-1]] = codes
 
 
