@@ -17,7 +17,7 @@ from torch import nn
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.units.storage.disks import small_disk
-from zero_fn.planning import environment, links_command
+from zero_fn.planning import links_command
 
 MIB = 1 << 20
 REFUSED = """
@@ -73,16 +73,6 @@ def test_env_fails_where_training_would():
     assert "missing: gloo does not start" in done.stdout
     assert "slower: ranks of this host share no memory: [Errno 27]" in done.stdout
     assert done.stdout.count("fix: ") == done.stdout.count("missing: ") + done.stdout.count("slower: ")
-
-
-def test_env_says_that_torch_cannot_use_a_device(monkeypatch, tmp_path):
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23")
-    monkeypatch.setattr(environment, "_NVIDIA", tmp_path / "version")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    ((kind, what, _),) = environment._with_devices({})
-    assert (kind, "cannot use the NVIDIA device" in what) == ("missing", True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # asked for
-    assert list(environment._with_devices({})) == []
 
 
 @pytest.mark.nightly

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 from torch import nn
@@ -133,11 +134,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [
-            (
-                name,
-                getattr(self.memory, name),
-                f"  + {getattr(self.padding, name) / 1e6:.3f} MB padding",
-            )
+            (name, getattr(self.memory, name), f"  + {_mb(getattr(self.padding, name))} padding")
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
         if self.memory.buffers:
@@ -148,22 +145,26 @@ class Plan:
         if self.host_nbytes:
             rows.append(("host", self.host_nbytes, " of memory of the host, with buffers"))
         rows.append(("sent", self.sent_nbytes, " per step"))
-        rows += [
-            ("moved", read, f" read, {written / 1e6:.3f} MB written per step, {tier}")
-            for tier, (read, written) in self.moved.items()
-        ]
-        if self.link != NO_LINK:
-            there, back = self.link
-            rows.append(("link", there, f" to the device, {back / 1e6:.3f} MB from it per step"))
-        if self.mirror_nbytes:
-            rows.append(
-                ("mirror", self.mirror_nbytes, " a copy in shared memory, and to the next host")
-            )
         if len(self.sent_by_axis) > 1:
             rows += [
                 ("  along", nbytes, f" {name!r}") for name, nbytes in self.sent_by_axis.items()
             ]
-        return "\n".join(f"{name:<10} {nbytes / 1e6:10.3f} MB{more}" for name, nbytes, more in rows)
+        rows += [
+            ("moved", read, f" read, {_mb(written)} written per step, {tier}")
+            for tier, (read, written) in self.moved.items()
+        ]
+        if self.link != NO_LINK:
+            there, back = self.link
+            rows.append(("link", there, f" to the device, {_mb(back)} from it per step"))
+        if self.mirror_nbytes:
+            rows.append(
+                ("mirror", self.mirror_nbytes, " a copy in shared memory, and to the next host")
+            )
+        return "\n".join(f"{name:<10} {_mb(nbytes):>13}{more}" for name, nbytes, more in rows)
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3f} MB"
 
 
 def plan(
@@ -218,13 +219,11 @@ def plan(
         (group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu"
     )
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
-    held = _at_rest(
-        groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None
-    )
     found, sent, collectives, in_flight_nbytes = Footprint(), Counter[str](), Counter[str](), 0
     optimizers = (optimizer,) if isinstance(optimizer, Planner) else members_of(optimizer)
     for each in optimizers:
         found += footprint_of(each) if isinstance(each, ByOwner) else footprint(each)
+    held = _at_rest(groups, device_type, per_element if optimizer is None else None, found)
     sent += found.sent
     for run in runs:
         gathers, uses, peak = _walk(run, backwards=backwards)
@@ -234,64 +233,69 @@ def plan(
             # Gradients of several uses or backwards are summed before they travel,
             # in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
-            collectives += _collectives(unit, times_gathered=times)
+            # All parameters of a unit travel together.
+            together = dict[tuple[str, Spot], int]()
+            for move in (
+                move
+                for slot in unit.slots
+                for move in _moves(slot, times, is_exact=is_exact, pads=pads)
+            ):
+                sent[move.axis] += move.times * move.nbytes
+                kind = move.axis, move.to
+                together[kind] = max(move.times, together.get(kind, 0))
+            for (axis, _), count in together.items():
+                collectives[axis] += count
             for group in unit.memory.groups:
                 _add_moved(group, times, found)
-                sent += _sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
     stock = [each for each in optimizers if not isinstance(each, Streamed | ByOwner | Planner)]
     if stock or optimizer is None:
         in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, stock))
     paddings = [padding_nbytes(unit) for unit in units]
     return Plan(
         device_type,
-        replace(
-            held,
-            optimizer=held.optimizer + found.states_nbytes,
-            buffers=held.buffers + found.buffers_nbytes,
-            tiers=dict(
-                Counter(held.tiers)
-                + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})
-            ),
-        ),
+        held,
         padding=MemoryUse(
             sum(parameters for parameters, _ in paddings),
             sum(gradients for _, gradients in paddings),
             0,
         ),
         sent_nbytes=sent.total(),
-        sent_by_axis=dict(sent),
+        sent_by_axis=dict(+sent),
         in_flight_nbytes=in_flight_nbytes,
         moved={
             str(tier): Moved(found.read[tier], found.written[tier])
             for tier in found.read | found.written
         },
         link=found.link,
-        collectives=dict(collectives),
-        mirror_nbytes=_copied_nbytes(groups, per_element if optimizer is None else found)
+        collectives=dict(+collectives),
+        mirror_nbytes=_copied_nbytes(
+            groups,
+            None if optimizer is None else found.states_nbytes + found.tiers.total(),
+            per_element,
+        )
         if mirror
         else 0,
     )
 
 
-def _copied_nbytes(groups: Sequence[Group], states: int | Footprint) -> int:
+def _copied_nbytes(groups: Sequence[Group], states_nbytes: int | None, per_element: int) -> int:
     """Bytes of parameters and states of which this rank makes a copy:
     each element is copied by one of those that hold it.
 
-    `states` are bytes an element, or what the optimizer takes.
+    `states_nbytes` are those of the optimizer on this rank; None: `per_element` counts.
     """
-    copied = trained = trained_own = in_states = 0
+    copied = trained = trained_own = 0
     for ordinal, slot in enumerate(slot for group in groups for slot in group.slots):
         itemsize, holding = slot.parameter.dtype.itemsize, holding_of(slot.parameter)
         box = None if holding is None else holding.own(ordinal, itemsize, (0, 1))
         own = 0 if box is None else box.numel
         copied += own * itemsize
         if slot.parameter.requires_grad:
-            trained, trained_own = trained + slot.path.local_numel, trained_own + own
-            per_element = 0 if isinstance(states, Footprint) else states
-            in_states += slot.path.local_numel * per_element
-    if isinstance(states, Footprint):
-        in_states = states.states_nbytes + states.tiers.total()
-    return copied + in_states * trained_own // max(trained, 1)
+            trained += slot.path.local_numel
+            trained_own += own
+    if states_nbytes is None:
+        return copied + per_element * trained_own
+    return copied + states_nbytes * trained_own // max(trained, 1)
 
 
 def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> int:
@@ -313,12 +317,16 @@ def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> i
 
 
 def _at_rest(
-    groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int | None
+    groups: Sequence[Group], device_type: str, per_element: int | None, stepped: Footprint
 ) -> MemoryUse:
-    """Bytes that this rank holds between backward and `zero_grad`,
-    without padding and buffers of a streamed optimizer."""
-    parameters = gradients = optimizer = 0
-    tiers, largest = Counter[str](), dict[Shelved, int]()
+    """Bytes that this rank holds between backward and `zero_grad`, without padding.
+
+    States are those of the optimizers, or take so many bytes an element.
+    """
+    parameters = gradients = 0
+    optimizer = stepped.states_nbytes
+    tiers = Counter({str(tier): nbytes for tier, nbytes in stepped.tiers.items()})
+    largest = dict[Shelved, int]()
     for group in groups:
         kind = group.kind
         for (what, tier), forms in (*group.forms_away(), *group.codes_away()):
@@ -326,29 +334,23 @@ def _at_rest(
             if in_files is not None:
                 tiers[str(in_files[0])] += in_files[1]
                 continue
-            nbytes = record_nbytes(forms)
-            tiers[str(tier)] += nbytes
+            tiers[str(tier)] += record_nbytes(forms)
             if not isinstance(tier, Cpu):
                 largest[what, tier] = max(staged_nbytes(forms), largest.get((what, tier), 0))
         for slot in group.slots:
             parameters += kind.resting_nbytes(slot.path)
             if not slot.parameter.requires_grad:
                 continue
-            gradients += (
-                0
-                if kind.is_gradient_away
-                else slot.path.gradient_numel * kind.gradient_dtype.itemsize
-            )
-            per_element = optimizer_nbytes_per_element
+            if not kind.is_gradient_away:
+                gradients += slot.path.gradient_numel * kind.gradient_dtype.itemsize
             if per_element is not None:
-                per_element += sum(dtype.itemsize for _, dtype in kept_beside(slot.parameter))
-            states = slot.path.local_numel * (per_element or 0)
-            away = kind.states_away_nbytes(states)
-            optimizer += states - away
-            if away:
+                beside = sum(dtype.itemsize for _, dtype in kept_beside(slot.parameter))
+                states = slot.path.local_numel * (per_element + beside)
+                away = kind.states_away_nbytes(states)
+                optimizer += states - away
                 tiers[str(kind.home.tiers.optim)] += away
-    buffers = sum(largest.values()) * stagings_for(device_type)
-    return MemoryUse(parameters, gradients, optimizer, buffers, dict(tiers))
+    buffers = stepped.buffers_nbytes + sum(largest.values()) * stagings_for(device_type)
+    return MemoryUse(parameters, gradients, optimizer, buffers, dict(+tiers))
 
 
 def _in_files(group: Group) -> tuple[StoredFiles, int] | None:
@@ -360,31 +362,40 @@ def _in_files(group: Group) -> tuple[StoredFiles, int] | None:
     return None
 
 
-def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
-    """Bytes that this rank sends in a step for the parameters of a group, by the name of the axis.
+class _Move(NamedTuple):
+    """Collectives of one kind for a parameter in a step."""
+
+    axis: str  # its name
+    to: Spot  # whole parameters, a sum, or gradients at rest
+    times: int
+    nbytes: int  # that this rank sends in each
+
+
+def _moves(slot: Slot, times_gathered: int, *, is_exact: bool, pads: bool) -> Iterator[_Move]:
+    """What moves a parameter and its gradient along axes.
 
     Of two axes the first carries as many bytes as one axis alone would;
     the second carries this rank's piece on the first.
     """
-    total, kind = Counter[str](), group.kind
-    for slot in group.slots:
-        for leg, hop, cut in _along(slot, kind.up):
-            nbytes = _nbytes(leg, slot, (cut.piece if pads else cut.own) * (hop.axis.size - 1))
-            extension = slot.extension if kind.by_extension else None
-            if extension is not None and extension.sent_nbytes is not None:
-                nbytes = extension.sent_nbytes // slot.path.size * (slot.path.size - 1)
-            total[hop.axis.name] += nbytes * (1 if leg.is_kept else times_gathered)
-        for leg, hop, cut in _along(slot, kind.down) if slot.parameter.requires_grad else ():
-            is_padded = pads and kind.scatter is None
-            sent = cut.numel - cut.own
-            if is_padded:
-                sent = cut.piece * (hop.axis.size - 1)
-            elif leg.source is Spot.GRADIENT:
-                sent = cut.own * (hop.axis.size - 1)
-            if is_exact and leg.source is Spot.LOCAL and not isinstance(leg.form, Wire):
-                leg = replace(leg, form=kind.sum_dtype)
-            total[hop.axis.name] += _nbytes(leg, slot, sent)
-    return +total
+    kind = slot.kind
+    extension = slot.extension if kind.by_extension else None
+    for leg, hop, cut in _along(slot, kind.up):
+        nbytes = _nbytes(leg, slot, (cut.piece if pads else cut.own) * (hop.axis.size - 1))
+        if extension is not None and extension.sent_nbytes is not None:
+            nbytes = extension.sent_nbytes // slot.path.size * (slot.path.size - 1)
+        times = 1 if leg.is_kept else times_gathered
+        yield _Move(hop.axis.name, Spot.WHOLE, times, nbytes)
+    for leg, hop, cut in _along(slot, kind.down) if slot.parameter.requires_grad else ():
+        is_gathered = leg.source is Spot.GRADIENT
+        sent = cut.numel - cut.own
+        if pads and kind.scatter is None:
+            sent = cut.piece * (hop.axis.size - 1)
+        elif is_gathered:
+            sent = cut.own * (hop.axis.size - 1)
+        if is_exact and leg.source is Spot.LOCAL and not isinstance(leg.form, Wire):
+            leg = replace(leg, form=kind.sum_dtype)
+        to = Spot.GRADIENT if is_gathered else Spot.SUM
+        yield _Move(hop.axis.name, to, 1, _nbytes(leg, slot, sent))
 
 
 class _Cut(NamedTuple):
@@ -417,22 +428,6 @@ def _nbytes(leg: Leg, slot: Slot, numel: int) -> int:
     return numel * leg.form.itemsize
 
 
-def _collectives(unit: Unit, *, times_gathered: int) -> Counter[str]:
-    """How many collectives move the parameters and gradients of a unit in a step,
-    by the name of the axis."""
-    most = dict[tuple[str, Spot | None], int]()
-    for slot in unit.slots:
-        for leg, hop, _ in _along(slot, slot.kind.up):
-            times = 1 if leg.is_kept else times_gathered
-            most[hop.axis.name, None] = max(times, most.get((hop.axis.name, None), 0))
-        for leg, hop, _ in _along(slot, slot.kind.down) if slot.parameter.requires_grad else ():
-            most[hop.axis.name, Spot.GRADIENT if leg.source is Spot.GRADIENT else Spot.SUM] = 1
-    found = Counter[str]()
-    for (axis, _), times in most.items():
-        found[axis] += times
-    return found
-
-
 def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
     """Adds what forward and backward move from and to tiers: for each gather parameters, or their
     compute copies; gradients once.
@@ -446,29 +441,27 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
     trained = [slot.parameter.requires_grad for slot in group.slots]
     has_copies = any(what == "compute copies" for what, _ in away)
     for (what, tier), forms in away.items():
-        if what == "gradients" and all(trained):
-            found.written[tier] += record_nbytes(forms)
-        elif what == "gradients":
+        if what == "gradients":
             for parcel in planned_parcels(tuple(forms)):
                 some = [trained[piece.parameter] for piece in parcel.pieces]
-                found.written[tier] += parcel.nbytes if any(some) else 0
-                # Gradients of frozen parameters lie in the same pages.
-                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0
+                if any(some):
+                    found.written[tier] += parcel.nbytes
+                    # Gradients of frozen parameters lie in the same pages.
+                    found.read[tier] += 0 if all(some) else parcel.nbytes
         elif not codes and (what == "compute copies" or not has_copies):
             place, nbytes = _in_files(group) or (tier, record_nbytes(forms))
             found.read[place] += times_gathered * nbytes
     if is_accelerator(kind.device_type):
-        numels = [slot.path.local_numel for slot in group.slots]
-        dtype = kind.compute_dtype if has_copies else kind.dtype
-        coded = sum(form.numel for _, forms in codes for form in forms)  # bytes
-        there = times_gathered * (coded or sum(numels) * dtype.itemsize) if kind.is_away else 0
-        back = (
-            sum(n for n, flag in zip(numels, trained, strict=True) if flag)
-            * kind.gradient_dtype.itemsize
-        )
-        found.link = Link(
-            found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0)
-        )
+        there = back = 0
+        if kind.is_away:
+            dtype = kind.compute_dtype if has_copies else kind.dtype
+            coded = sum(form.numel for _, forms in codes for form in forms)  # bytes
+            whole = sum(slot.path.local_numel for slot in group.slots) * dtype.itemsize
+            there = times_gathered * (coded or whole)
+        if kind.is_gradient_away:
+            numels = (slot.path.local_numel for slot in group.slots)
+            back = sum(compress(numels, trained)) * kind.gradient_dtype.itemsize
+        found.link = Link(found.link[0] + there, found.link[1] + back)
 
 
 class _Walk(NamedTuple):
@@ -545,11 +538,8 @@ def _gradient_nbytes(unit: Unit) -> int:
         if slot.parameter.requires_grad:
             numel, scatter = slot.path.numel, slot.kind.scatter
             total += numel * slot.kind.compute_dtype.itemsize
-            total += (
-                2 * scatter.records(slot.path.row_numel).nbytes_of(numel)
-                if scatter is not None
-                else 0
-            )
+            if scatter is not None:
+                total += 2 * scatter.records(slot.path.row_numel).nbytes_of(numel)
     return total
 
 

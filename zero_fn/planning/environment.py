@@ -13,8 +13,6 @@ import importlib.util
 import json
 import os
 import re
-import resource
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -41,8 +39,6 @@ _PACKAGES = ("xxhash", "cupy-cuda12x", "transformers", "accelerate", "trl", "dee
 """Which collect_env leaves out."""
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NVIDIA = Path("/proc/driver/nvidia/version")
-_SHM, _FABRIC = Path("/dev/shm"), Path("/sys/class/infiniband")
 _IO_URING = {
     errno.EPERM: (
         "sysctl kernel.io_uring_disabled=0; in a container, "
@@ -87,12 +83,7 @@ def environment() -> dict[str, Any]:
     installed = {each.name: each.version for each in metadata.distributions()}
     uses = {"zero_fn": str(importlib.import_module("zero_fn").__version__)}
     uses |= {name: installed[name] for name in _PACKAGES if name in installed}
-    findings = [
-        *_between_ranks(uses),
-        *_with_devices(uses),
-        *_on_the_host(uses),
-        *_limits(),
-    ]
+    findings = [*_between_ranks(uses), *_on_the_host(uses)]
     said = str(get_pretty_env_info())  # type: ignore[no-untyped-call]
     return {"torch": said, "uses": uses, "findings": findings}
 
@@ -114,55 +105,32 @@ def _between_ranks(uses: dict[str, str]) -> _Findings:
         Arena().close_file()
     except (OSError, ValueError, OverflowError) as error:
         uses["between ranks of this host"] = f"gloo: {error}"
-        yield (
-            "slower",
-            f"ranks of this host share no memory: {error}",
-            "a newer Linux, or ulimit -f unlimited; -v, too",
-        )
+        fix = "a newer Linux, or ulimit -f unlimited; -v, too"
+        yield "slower", f"ranks of this host share no memory: {error}", fix
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        fix = "free space in /tmp, or TMPDIR=, a folder that can be written"
+        yield "missing", "no folder takes temporary files: zf.launch cannot start ranks", fix
 
 
-def _with_devices(uses: dict[str, str]) -> _Findings:
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if torch.cuda.is_available() and devices > 1 and not dist.is_nccl_available():
-        yield (
-            "missing",
-            "this torch has no NCCL for its devices",
-            "a torch for CUDA: pytorch.org/get-started",
-        )
-    if (
-        not devices
-        and _NVIDIA.exists()
-        and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    ):
-        is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-        built = "needs another driver" if is_built else "is built without CUDA"
-        fix = "a torch for the CUDA of the driver (nvidia-smi says which): pytorch.org/get-started"
-        yield "missing", f"torch {built}, and cannot use the NVIDIA device of this machine", fix
+def _on_the_host(uses: dict[str, str]) -> _Findings:
+    uses["threads of torch"] = str(torch.get_num_threads())
     uses["pinned memory"] = "none: no CUDA device"
     if torch.cuda.is_available():
         uses["pinned memory"] = f"by {'cupy' if importlib.util.find_spec('cupy') else 'torch'}"
         if not Slab(1 << 20, cpu(), "env").is_pinned:
             uses["pinned memory"] = "none: the driver refuses"
-            yield (
-                "slower",
-                "host memory cannot be pinned: copies to devices take longer",
-                "ulimit -l unlimited; dmesg",
-            )
-
-
-def _on_the_host(uses: dict[str, str]) -> _Findings:
-    found, is_kept = library(), cache_folder() is not None
-    uses["threads of torch"] = str(torch.get_num_threads())
+            what = "host memory cannot be pinned: copies to devices take longer"
+            yield "slower", what, "ulimit -l unlimited; dmesg"
+    found = library()
     uses["steps on the host"] = str(found) if found.functions else f"torch, {found}"
     if not found.functions:
         fix = "apt install gcc, or pip install ziglang; CC= names another compiler"
         yield "slower", f"{found}. torch does their work, with the same bits", fix
-    elif not is_kept:
-        yield (
-            "slower",
-            "each process compiles the kernels, for seconds",
-            "XDG_CACHE_HOME=, a folder that is yours alone",
-        )
+    elif cache_folder() is None:
+        fix = "XDG_CACHE_HOME=, a folder that is yours alone"
+        yield "slower", "each process compiles the kernels, for seconds", fix
     uses["disks"] = "io_uring"
     try:
         Uring()
@@ -170,41 +138,6 @@ def _on_the_host(uses: dict[str, str]) -> _Findings:
         uses["disks"] = f"threads: no io_uring ({error.strerror})"
         fix = _IO_URING.get(error.errno or 0, "Linux 5.4 or newer")
         yield "slower", f"no io_uring ({error.strerror}): threads wait for a busy interpreter", fix
-    if not (_HUGE_PAGES.exists() and "[never]" not in _HUGE_PAGES.read_text()):
-        yield (
-            "slower",
-            "no huge pages: a disk may take twice as long",
-            f"echo madvise > {_HUGE_PAGES}",
-        )
-
-
-def _limit(name: str) -> int | None:
-    most = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
-    return None if most == resource.RLIM_INFINITY else most
-
-
-def _limits() -> _Findings:
-    locked, files = _limit("MEMLOCK"), _limit("NOFILE")
-    if locked is not None and locked < 1 << 30 and _FABRIC.is_dir() and any(_FABRIC.iterdir()):
-        yield (
-            "missing",
-            "NCCL has to lock memory for InfiniBand, and may lock little",
-            "ulimit -l unlimited",
-        )
-    if files is not None and files < 1024:
-        yield (
-            "slower",
-            f"a process may open {files} files only: many disks or ranks need more",
-            "ulimit -n 4096",
-        )
-    if _SHM.is_dir() and shutil.disk_usage(_SHM).total < 1 << 30:
-        yield (
-            "slower",
-            f"{_SHM} is small: NCCL and workers of a DataLoader may fail",
-            "docker run --shm-size=8g",
-        )
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError:
-        fix = "free space in /tmp, or TMPDIR=, a folder that can be written"
-        yield "missing", "no folder takes temporary files: zf.launch cannot start ranks", fix
+    if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
+        fix = f"echo madvise > {_HUGE_PAGES}"
+        yield "slower", "no huge pages: a disk may take twice as long", fix

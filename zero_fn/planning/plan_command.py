@@ -15,21 +15,19 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from zero_fn.errors import ConfigError, ZeroError
-from zero_fn.planning.activations import Compute
 from zero_fn.planning.code_of_plan import program_of
-from zero_fn.planning.configurations import Training, compute_of, configurations, shapes_of
+from zero_fn.planning.configurations import UNKNOWN, Training, compute_of, configurations, shapes_of
 from zero_fn.planning.links import LinkSpeeds
 from zero_fn.planning.machines import DEVICES, Machine
-from zero_fn.planning.models import SHAPES, model_of
+from zero_fn.planning.models import SHAPES, PlannedModel, model_of
 from zero_fn.planning.proposals import Proposal, proposals_table
 from zero_fn.values.tiers import nbytes_of_text
 
-__all__ = ["Answer", "main", "planned", "training_of"]
+__all__ = ["Answer", "main", "planned"]
 
 _ONE = ("ranks", "per_node", "sequence", "microbatch", "microbatches", "cards")
 """Options that are counts of at least one."""
@@ -39,15 +37,21 @@ _ONE = ("ranks", "per_node", "sequence", "microbatch", "microbatches", "cards")
 class Answer:
     """All that the command says. `rows`: for each number of ranks, the fastest that fits first."""
 
+    model: PlannedModel
+    training: Training
     title: str
     notes: list[str]
     rows: list[Proposal]
-    program: str
 
     @property
     def best(self) -> Proposal:
         """The first that fits, or what is nearest."""
         return next((row for row in self.rows if row.fits), self.rows[0])
+
+    @property
+    def program(self) -> str:
+        """The code for it."""
+        return program_of(self.best, self.model, self.training)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,7 +62,16 @@ def main(arguments: Sequence[str]) -> int:
     except (ZeroError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(_data(found, options), indent=1) if options.json else _text(found, options))
+    if options.json:
+        data = {
+            "title": found.title,
+            "notes": found.notes,
+            "configurations": [row.numbers(options.usd_per_hour) for row in found.rows],
+            "program": found.program,
+        }
+        print(json.dumps(data, indent=1))
+    else:
+        print(_text(found, options))
     return int(not found.best.fits)
 
 
@@ -106,11 +119,6 @@ def planned(arguments: Sequence[str]) -> Answer:
     return _planned_of(_parser().parse_args(arguments))
 
 
-def training_of(arguments: Sequence[str]) -> Training:
-    """How it is trained with these arguments."""
-    return _training_of(_parser().parse_args(arguments))
-
-
 def _planned_of(options: argparse.Namespace) -> Answer:
     """Plans.
 
@@ -140,7 +148,7 @@ def _planned_of(options: argparse.Namespace) -> Answer:
             )
     training = _training_of(options)
     model = model_of(options.model, options.sequence, options.microbatch)
-    notes, compute = [], [Compute(0, 0.0), None]
+    notes, compute = [], [UNKNOWN]
     try:
         compute = compute_of(model, training)
     except Exception as error:  # whatever code of a model raises
@@ -169,8 +177,7 @@ def _planned_of(options: argparse.Namespace) -> Answer:
         f"a device has {memory:,.1f} GB, of which {reserved:,.1f} GB are left to others; "
         f"{options.microbatches} x {model.tokens:,} tokens a rank and step; speeds {speeds}"
     )
-    found = Answer(title, notes, rows, "")
-    return replace(found, program=program_of(found.best, model, training))
+    return Answer(model, training, title, notes, rows)
 
 
 def _training_of(options: argparse.Namespace) -> Training:
@@ -209,37 +216,3 @@ def _text(found: Answer, options: argparse.Namespace) -> str:
             "--states 8bit",
         ]
     return "\n".join([*lines, "", "The first row that fits as a program:", "", found.program])
-
-
-def _data(found: Answer, options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "title": found.title,
-        "notes": found.notes,
-        "configurations": [_numbers(row, options.usd_per_hour) for row in found.rows],
-        "program": found.program,
-    }
-
-
-def _numbers(row: Proposal, usd_per_hour: float | None) -> dict[str, Any]:
-    found = {
-        "mesh": dict(row.mesh),
-        "placement": row.transform,
-        "elsewhere": row.away,
-        "recompute": row.recompute,
-        "fits": row.fits,
-        "at_rest_bytes": row.nbytes - row.in_flight,
-        "in_flight_bytes": row.in_flight,
-        "activations_bytes": row.activations,
-        "device_bytes": row.nbytes + row.activations,
-        "host_bytes": row.host,
-        "disk_bytes": row.disk,
-        "sent_bytes": row.sent,
-        "latency_seconds": row.latency_s,
-        "step_seconds": row.step_s,
-        "bound_by": row.bound,
-    }
-    if row.tokens:
-        found["tokens_per_second"] = row.tokens_per_second
-        if usd_per_hour is not None:
-            found["usd_per_1e9_tokens"] = row.usd_per_billion_tokens(usd_per_hour)
-    return found
