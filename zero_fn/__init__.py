@@ -7,12 +7,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # built last: its st
 from zero_fn.average import Average, ema
 from zero_fn.checkpoint import (
     Checkpoint,
-    Mirror,
     Saving,
     checkpoints,
     load,
     load_pretrained,
-    mirror,
     resume,
     save,
     save_pretrained,
@@ -83,7 +81,6 @@ __all__ = [
     "LostRankError",
     "MeshError",
     "Metrics",
-    "Mirror",
     "PlacementError",
     "Plan",
     "Preemption",
@@ -136,7 +133,6 @@ __all__ = [
     "materialize",
     "measure_links",
     "metrics",
-    "mirror",
     "nvme",
     "offload",
     "plan",
