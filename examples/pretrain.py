@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 pretrain.py --save runs/a                          on CPUs, or a GPU for each rank
     torchrun --nproc-per-node 4 pretrain.py --save runs/a --steps 400 --stage 1    goes on, at other ranks and stage
-    torchrun --max-restarts 9 ... pretrain.py --save runs/a --elastic 1            a lost rank costs the last few steps
+    torchrun --max-restarts 9 ... pretrain.py --save runs/a --elastic 10           a lost rank costs the last few steps
 
 All but the calls of zf is plain PyTorch. Batches follow from the step, and ranks divide them: losses are those of one run.
 """
@@ -34,7 +34,7 @@ class Options:
     vocab: int = 256  # above 256 the file has two bytes for each token, as numpy's uint16
     save: str = ""  # a folder for checkpoints, from which a run also goes on
     save_every: int = 50
-    elastic: int = 0  # 1: copies in memory, too, as often as costs 2 % of the time
+    elastic: int = 0  # copies in memory, too, every so many steps
     leave_within: float = 0.0  # seconds after SIGTERM, in which a run saves and ends with status 75; 0: it ends at once
     log_to: str = ""  # where metrics go while it runs: "tensorboard:runs prometheus:9400"
 
@@ -89,7 +89,9 @@ def main() -> None:
     said = zf.resume(options.save, model, optimizer, extra={"warmup": warmup}) if options.save else None
     losses: list[float] = said["losses"] if said else []  # of the newest state: in memory or on the disk
     extra = {"warmup": warmup, "losses": losses}
-    mirror = zf.checkpoint.memory_copies(options.save, model, optimizer) if options.elastic else None
+    copies = None
+    if options.elastic:
+        copies = zf.checkpoint.memory_copies(options.save, model, optimizer, every=options.elastic)
     preemption = zf.distributed.preemption(within_s=options.leave_within) if options.leave_within else None
     metrics = zf.metrics(model, optimizer, sinks=options.log_to.split(), step=len(losses))
     for step in range(len(losses), options.steps):
@@ -107,16 +109,16 @@ def main() -> None:
         losses.append(mean.item())
         if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
-        if mirror is not None:
-            mirror.update(extra=extra)
+        if copies is not None:
+            copies.update(extra=extra)
         is_leaving = preemption is not None and preemption.is_due()  # the same on every rank
         if options.save and (is_leaving or (step + 1) % options.save_every == 0):
             zf.save(f"{options.save}/step-{step + 1:06d}", model, optimizer, extra=extra, keep=3)
         if is_leaving:
             preemption.leave()
     metrics.close()
-    if mirror is not None:
-        mirror.close()
+    if copies is not None:
+        copies.close()
     dist.destroy_process_group()
 
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.checkpoint.huggingface.write import require_own_names
-from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, ParcelWindow
+from zero_fn.checkpoint.agreement import RankMeeting, failure_of
+from zero_fn.checkpoint.huggingface.own_names import require_own_names
+from zero_fn.checkpoint.live.tensors import HeldTensor, ModelTensors, ParcelWindow
 from zero_fn.checkpoint.loading import Rename, renamed_by
-from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.runtime.registry import entry_points_below, require_idle, units_of
@@ -42,11 +42,11 @@ from zero_fn.transport.agree import Bits, on_all_ranks
 from zero_fn.transport.line import Line
 from zero_fn.values.box import Box
 from zero_fn.values.dtensors import local_of, on_spec, spec_on
+from zero_fn.values.dtypes import INTEGERS
 from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["Weights", "WeightsVersion", "apply_weights", "weights"]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED = 64  # bytes for each element that is compared, if all have changed
 _Key = tuple[str, int]  # the name of a tensor, and the number of the tile
 
@@ -311,18 +311,12 @@ class _HandOver:
         """Decides what this rank compares, and looks whether that is what the version has."""
         now = {}
         for ordinal, (key, part) in enumerate(self.each()):
-            place = part.held.place
-            own = place.own(ordinal, part.held.dtype.itemsize, (replica, replicas))
-            if part.held.is_buffer and place.replica is None:  # ranks may differ
-                own = place.box if replica == 0 else None
+            own = part.held.own(ordinal, replica, replicas)
             part.sealed = part.seal()
             if own is not None:
-                row = prod(own.sizes[1:])
-                part.own = (
-                    (own.starts[0] - place.box.starts[0]) * row if own.starts else 0,
-                    own.numel,
-                )
-                now[key] = (own.numel, part.dtype)
+                box, first = own
+                part.own = first, box.numel
+                now[key] = (box.numel, part.dtype)
         if self.version.name and now != {
             key: (v.numel(), v.dtype) for key, v in self.version.values.items()
         }:
@@ -512,7 +506,7 @@ def _differing(now: Tensor, before: Tensor) -> Tensor:
         )
     if now.storage_offset() * size % 8:
         now = now.clone()
-    per, (a, b) = 8 // size, (each.view(_INTEGERS[size]).numpy() for each in (now, before))
+    per, (a, b) = 8 // size, (each.view(INTEGERS[size]).numpy() for each in (now, before))
     end = len(a) // per * per
     # NumPy, because torch takes ten times as long.
     words = np.flatnonzero(a[:end].view(np.int64) != b[:end].view(np.int64))

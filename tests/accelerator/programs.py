@@ -466,7 +466,7 @@ def memory_runs_out(tier):
 
 @program
 def checkpoints(tier):
-    """What is on the device while it is copied may change as soon as `save(background=True)`, or a mirror, has returned."""
+    """What is on the device while it is copied may change as soon as `save(background=True)`, or `update()`, has returned."""
     for is_away in (False, True):
         plain, model = net(), all_away(net(), tier) if is_away else net()
         plain_optimizer, optimizer = adamw(plain), zf.streamed(adamw(model)) if is_away else adamw(model)
@@ -478,12 +478,12 @@ def checkpoints(tier):
             trained(plain, plain_optimizer, batches(1))
             zf.load(f"{folder}/step-1", plain, plain_optimizer)
             zf.load(f"{folder}/step-2", model, optimizer)
-            mirror = zf.checkpoint.memory_copies(f"{folder}/copied", model, optimizer, every=1)
-            mirror.update()
+            copies = zf.checkpoint.memory_copies(f"{folder}/copied", model, optimizer, every=1)
+            copies.update()
             trained(model, optimizer, batches(2))
             for each, of_each in ((plain, plain_optimizer), (model, optimizer)):
                 zf.resume(f"{folder}/copied", each, of_each)
-            mirror.close()
+            copies.close()
         require_same(model, optimizer, plain, plain_optimizer)
 
 

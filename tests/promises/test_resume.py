@@ -125,7 +125,7 @@ class Run:
             wait = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group).result
         elif "dcp" in self.how:
             dcp.save(self._states(), checkpoint_id=folder)
-        elif "mirror" in self.how:
+        elif "in memory" in self.how:
             zf.checkpoint.memory_copies(folder, self.model, self.optimizer, every=1).update(extra=own)
         else:
             step, is_late = f"{folder}/step-{self.step}", "async" in self.how
@@ -142,7 +142,7 @@ class Run:
             found = states[f"rank {dist.get_rank()}"]
             self.schedule.load_state_dict(found["schedule"])
         else:
-            load = zf.resume if "mirror" in self.how else zf.load
+            load = zf.resume if "in memory" in self.how else zf.load
             found = load(folder, self.model, self.optimizer, extra=self._plain())
         torch.set_rng_state(found["random"])
         self.step = found["step"]
@@ -188,25 +188,25 @@ RUNS = {
     "zero1, dcp, async": 2,
     "away, dcp": 2,
     "away, dcp, flat": 2,  # flattened ones were loaded without the states that are in the tier
-    "zero3, mirror": 3,
-    "zero1, bfloat16, mirror": 2,
-    "away, mirror": 2,
-    "local buffers, mirror": 2,
+    "zero3, in memory": 3,
+    "zero1, bfloat16, in memory": 2,
+    "away, in memory": 2,
+    "local buffers, in memory": 2,
     "replicate, two, async": 2,
     "zero1, two, async": 2,
     "zero2, two, async": 3,
     "zero3, two, async": 2,
     "zero3, two, dcp": 2,
-    "zero3, two, mirror": 3,
+    "zero3, two, in memory": 3,
     "away, two, sync": 2,
-    "zero2, 8 bits, mirror": 3,
+    "zero2, 8 bits, in memory": 3,
     "away, 8 bits, async": 2,
     "zero3, 8 bits, kahan, sync": 2,
     "zero3, 8 bits, kahan, dcp": 2,
     "zero2, stochastic, dcp": 2,
     "away, stochastic, average, async": 2,
     "zero1, stochastic, owners, sync": 2,
-    "zero3, kahan, average, mirror": 2,
+    "zero3, kahan, average, in memory": 2,
     "zero3, narrow gradients, sync": 2,
     "zero3, codes, sync": 3,
     "zero2, differences, sync": 2,
@@ -226,12 +226,12 @@ DAILY = (
     "zero1, bfloat16, async",
     "zero3, sync",
     "away, dcp, flat",
-    "local buffers, mirror",
-    "zero3, two, mirror",
+    "local buffers, in memory",
+    "zero3, two, in memory",
     "away, 8 bits, async",
     "zero2, stochastic, dcp",
     "zero1, stochastic, owners, sync",
-    "zero3, kahan, average, mirror",
+    "zero3, kahan, average, in memory",
     "zero3, narrow gradients, sync",
     "zero3, codes, sync",
     "zero2, differences, sync",

@@ -31,8 +31,8 @@ from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import axis
 from tests.support.wholes import full, named_fulls
 from tests.support.worlds import ALL, WIDTH, Tower, differences, noise
-from zero_fn.checkpoint.live.load_plan import keeps_every_bit
 from zero_fn.values.dtensors import local_of
+from zero_fn.values.dtypes import keeps_every_bit
 
 # -- saved ------------------------------------------------------------------------------------------------------------
 

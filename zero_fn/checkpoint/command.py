@@ -20,21 +20,15 @@ from pathlib import Path
 
 import torch
 
-from zero_fn.checkpoint.converting import Tell, convert, verify
+from zero_fn.checkpoint.conversion import Tell, convert, verify
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS, checkpoints
 from zero_fn.checkpoint.others.find import find_checkpoint, opened
 from zero_fn.errors import ZeroError
+from zero_fn.values.dtypes import SHORT_NAMES
 from zero_fn.values.tiers import bytes_text
 
 __all__ = ["main"]
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,11 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     written.add_argument("target", type=Path, help="the folder to make")
     written.add_argument(
         "--to",
-        choices=("zero_fn", "hf", "dcp"),
+        choices=("zero_fn", "hf"),
         required=True,
         help="the format; hf is safetensors",
     )
-    written.add_argument("--dtype", choices=DTYPES, help="cast floating-point tensors to it")
+    written.add_argument("--dtype", choices=SHORT_NAMES, help="cast floating-point tensors to it")
     written.add_argument(
         "--only", choices=KINDS, action="append", help="keep this alone; may be repeated"
     )
@@ -102,7 +96,9 @@ def _convert(options: argparse.Namespace) -> None:
     only = tuple(options.only or (KINDS if options.to != "hf" else KINDS[:1]))
     with _source(options.folder, "convert", has_states="optimizer" in only) as (source, tell):
         target = Path(os.path.abspath(options.target))
-        convert(source, target, options.to, dtype=DTYPES.get(options.dtype), only=only, tell=tell)
+        convert(
+            source, target, options.to, dtype=SHORT_NAMES.get(options.dtype), only=only, tell=tell
+        )
     print(target)
 
 

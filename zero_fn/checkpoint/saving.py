@@ -11,24 +11,32 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from zero_fn.checkpoint.format.catalog import Catalog
-from zero_fn.checkpoint.format.folders import CUT, Draft, prune, write_manifest
-from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
-from zero_fn.checkpoint.writing import Inventory, Writing, shared_out
+from zero_fn.checkpoint.agreement import Agreement, RankMeeting, failure_of
+from zero_fn.checkpoint.file_transfer import transfer_files
+from zero_fn.checkpoint.format.files import disk
+from zero_fn.checkpoint.format.folders import CUT, Draft, part_name, prune, write_manifest
+from zero_fn.checkpoint.format.own_folder import OwnFolder
+from zero_fn.checkpoint.format.writer import Writer
+from zero_fn.checkpoint.hosts import Hosts
+from zero_fn.checkpoint.live.inventory import Inventory
+from zero_fn.checkpoint.rank_files import RankFiles, shared_out
 from zero_fn.errors import CheckpointError
+from zero_fn.storage import Slab
 from zero_fn.transforms.selection import Where
 from zero_fn.transport.rank0_messages import meeting_threads
 from zero_fn.values import watching
 from zero_fn.values.chained_optimizer import Optimizers
 
-__all__ = ["Saving", "save", "wait_for_saving"]
+__all__ = ["Saving", "begin_save", "save", "wait_for_saving"]
 
 SAVING = "Saving a checkpoint"
 
@@ -41,7 +49,6 @@ def save(
     extra: Mapping[str, Any] | None = None,
     where: Where = None,
     keep: int | None = None,
-    keep_every: int | None = None,
     background: bool = False,
 ) -> Saving:
     """Saves a model, its optimizer and anything else as one checkpoint. All ranks call it.
@@ -71,7 +78,6 @@ def save(
             or a predicate of name and tensor; None: all.
         keep: How many checkpoints to keep in the folder above: the newest ones whose names differ
             only in the step. None: all.
-        keep_every: Checkpoints whose step is a multiple of this are kept, too.
         background: Returns when the values are copied, and a thread writes the files while training
             goes on. Values in memory are copied to the host, which takes as many bytes as this rank
             writes of them; values in tiers (parameters, states of streamed optimizers) are written
@@ -89,44 +95,79 @@ def save(
         DisagreementError: Ranks were given different folders or options.
         LostRankError: A rank has ended, or did not call `save`.
     """
+    return begin_save(
+        Path(os.path.abspath(folder)),
+        model,
+        optimizer,
+        extra,
+        where=where,
+        keep=keep,
+        background=background,
+    )
+
+
+def begin_save(
+    target: Path,
+    model: nn.Module | None,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    where: Where = None,
+    keep: int | None,
+    background: bool,
+    hosts: Hosts | None = None,
+    room: list[Slab] | None = None,
+) -> Saving:
+    """`save` into one folder that all ranks share, or into one in the memory of each of `hosts`:
+    there the first rank of each host does what rank 0 does on a disk, and files are sent to the
+    next host, too. `room` is memory for copies, for the next save, too."""
     wait_for_saving()
-    meeting, draft, plan = RankMeeting(), Draft(Path(os.path.abspath(folder))), Inventory()
+    meeting, draft, plan = RankMeeting(), Draft(target), Inventory()
+    is_on_disk, hosts = hosts is None, hosts or Hosts([""] * meeting.size)
 
     def prepare() -> None:
-        if any(each is not None and each < 1 for each in (keep, keep_every)):
-            raise CheckpointError(
-                "keep and keep_every are numbers from 1 on.",
-                keep=keep,
-                keep_every=keep_every,
-                fix="keep=3",
-            )
+        if keep is not None and keep < 1:
+            raise CheckpointError("keep is a number from 1 on.", keep=keep, fix="keep=3")
         plan.add(model, optimizer, extra or {}, where)
 
+    def make_on_this_host() -> None:
+        if meeting.rank and hosts.is_first(meeting.rank):
+            draft.make(agreed.text)
+
     failure = failure_of(prepare)
-    same = (str(draft.target), model is None, optimizer is None, keep, keep_every, background)
+    same = (str(target), model is None, optimizer is None, keep, background)
     try:
         agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=plan.cut_names())
+        if hosts.are_several:
+            meeting.agree(SAVING, failure_of(make_on_this_host))
     except BaseException:
         draft.drop()
         raise
     plan.end_differences()
-    writing = Writing(draft.path, meeting.rank, plan, agreed.text, shared_out(plan, agreed))
+    shares = shared_out(plan, agreed, small_apart=hosts.are_several)
+    writer = Writer(draft.path, agreed.text)
+    files = RankFiles(writer, meeting.rank, plan, shares, [] if room is None else room)
+    nbytes = sum(share.piece.nbytes for share in files.each())
 
     def begin() -> None:
         draft.require(agreed.text)
-        writing.begin(copies=background)
+        files.begin(copies=background)
 
-    saved = _Save(meeting, draft, writing, agreed, (keep, keep_every), failure_of(begin))
+    saved = _Save(meeting, draft, files, agreed, hosts, keep, is_on_disk, failure_of(begin))
     if not background:
         saved.finish()
-        return Saving()
-    return Saving(saved.finish)
+    return Saving(nbytes, saved.finish if background else None)
 
 
 class Saving:
-    """A checkpoint that is complete, or that a thread is writing. `save` returns it."""
+    """A checkpoint that is complete, or that a thread is writing. `save` returns it.
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+    Attributes:
+        nbytes: Bytes of tensors that this rank writes.
+    """
+
+    def __init__(self, nbytes: int, finish: Callable[[], None] | None = None) -> None:
+        self.nbytes = nbytes
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         if finish is not None:
@@ -177,35 +218,60 @@ class _Save:
 
     meeting: RankMeeting
     draft: Draft
-    writing: Writing
+    files: RankFiles
     agreed: Agreement  # its text identifies the save
-    keep: tuple[int | None, int | None]  # and `keep_every`
+    hosts: Hosts
+    keep: int | None
+    is_on_disk: bool
     failure: Exception | None  # the other ranks hear of it when they agree to commit
 
     def finish(self) -> None:
         """Writes the rest, and commits."""
-        self.failure = self.failure or failure_of(self.writing.write_rest)
-        self.writing.close()
+        rank = self.meeting.rank
+        self.failure = self.failure or failure_of(self.files.write_rest)
+        self.files.writer.close()
+        is_first = self.hosts.is_first(rank)
         try:
-            self.meeting.agree(SAVING, self.failure, self._commit, waits_for_disks=True)
+            if self.hosts.are_several:
+                self.meeting.agree(SAVING, self.failure)
+                self.failure = failure_of(self._send)
+            saved_at = self.meeting.agree(
+                SAVING, self.failure, lambda: self._commit(time.time_ns()), waits_for_disks=True
+            )
+            if self.hosts.are_several:
+                commit = partial(self._commit, int(saved_at.text)) if rank and is_first else str
+                self.meeting.agree(SAVING, failure_of(commit))
         except BaseException:
             self.draft.drop()
             raise
-        for watch in watching.watchers:
-            watch.saved()
-        if self.meeting.rank == 0:
-            prune(self.draft.target, *self.keep)
+        if self.is_on_disk:
+            for watch in watching.watchers:
+                watch.saved()
+        if is_first:
+            prune(self.draft.target, self.keep)
 
-    def _commit(self) -> str:
-        """Commits on rank 0, once every rank has written."""
-        plan = self.writing.plan
+    def _send(self) -> None:
+        """Sends the files of this rank to the next host, and takes those of the one before."""
+        rank = self.meeting.rank
+        sends = {self.hosts.keeper(rank): [*self.files.names(), part_name(rank)]}
+        with disk(self.draft.path, "Keeping the files of another host"):
+            transfer_files(self.meeting, self.draft.path, sends)
+
+    def _commit(self, saved_at_ns: int) -> str:
+        """Commits, once every rank has written. Each folder says the same time."""
+        plan = self.files.plan
         named = {kind: held for kind, held in plan.held_tensors.items() if kind in CUT}
         names = {kind: len({each.name for each in held}) for kind, held in named.items()}
         is_counted = self.agreed.have_same_names and not plan.has_owners
         write_manifest(
-            self.draft.path, self.agreed.text, self.meeting.size, names if is_counted else None
+            self.draft.path,
+            self.agreed.text,
+            self.meeting.size,
+            names if is_counted else None,
+            saved_at_ns,
         )
         # Names differ between stages of a pipeline: no two may give one name to different tensors.
-        if not self.agreed.have_same_names:
-            Catalog(self.draft.path, lambda name: name)
-        return self.draft.commit()
+        if not self.agreed.have_same_names and not self.hosts.are_several:
+            OwnFolder(self.draft.path, lambda name: name)
+        self.draft.commit()
+        return str(saved_at_ns)

@@ -100,8 +100,9 @@ class Plan:
             a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
             than they rest in.
         mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy
-            (`zf.checkpoint.memory_copies`). While one is made, the one before it is there, too. With several hosts as
-            many go to the next one for each copy, and as many come from another.
+            (`zf.checkpoint.memory_copies`). While one is made, the one before it is there, too.
+            With several hosts as many go to the next one for each copy, and as many come from
+            another.
     """
 
     device_type: str

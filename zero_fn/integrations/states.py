@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from zero_fn.checkpoint.agreement import RankMeeting
 from zero_fn.checkpoint.format.folders import Draft
-from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.values.chained_optimizer import as_one
 
 __all__ = [

@@ -132,7 +132,7 @@ def _require_own(path: Path) -> None:
                 "A folder in shared memory is not of this user alone.",
                 path=path,
                 why="another user could read what is in it, or has made it",
-                fix=f"rm -r {path}; or remove the file .mirror beside the checkpoints, "
+                fix=f"rm -r {path}; or remove the file .memory_copies beside the checkpoints, "
                 "so that another name is drawn",
             )
 

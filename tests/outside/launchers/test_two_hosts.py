@@ -351,7 +351,7 @@ def step_of_all(model, optimizer, number):
     optimizer.zero_grad()
 
 
-def mirrored(folder, until):
+def copied(folder, until):
     """Trains up to a step, with a copy after each, from where a run was left; the step it went on from, and parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(until)  # what is not loaded is seen
@@ -359,10 +359,10 @@ def mirrored(folder, until):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     said = zf.resume(folder, model, optimizer)
     first = said["step"] if said else 0
-    mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
+    copies = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
     for number in range(first, until):
         step_of_all(model, optimizer, number)
-        mirror.update(extra={"step": number + 1})
+        copies.update(extra={"step": number + 1})
     zf.checkpoint.saving.wait_for_saving()
     with zf.unsharded(model):
         return first, bytes_of(model)
@@ -379,7 +379,7 @@ def undisturbed():
 
 def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts, tmp_path):
     def run(lost):
-        firsts, folder = [mirrored(f"{tmp_path}/{lost}", 3)[0]], Path("/dev/shm")
+        firsts, folder = [copied(f"{tmp_path}/{lost}", 3)[0]], Path("/dev/shm")
         dist.barrier()
         before = ask("count")["payload"]
         dist.barrier()
@@ -387,7 +387,7 @@ def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts, tmp_pat
             (copies,) = folder.glob("zero_fn-*")
             shutil.rmtree(copies)
         dist.barrier()
-        first, values = mirrored(f"{tmp_path}/{lost}", 5)
+        first, values = copied(f"{tmp_path}/{lost}", 5)
         dist.barrier()
         return [*firsts, first], values, ask("count")["payload"] - before
 
@@ -404,7 +404,7 @@ def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts, tmp_pat
 
 def test_after_a_host_has_vanished_the_other_has_all(hosts, tmp_path):
     def run():
-        mirrored(str(tmp_path), 3)
+        copied(str(tmp_path), 3)
         dist.barrier()
         time.sleep(0.3)  # the barrier is over on all of them
         rank = dist.get_rank()
@@ -412,7 +412,7 @@ def test_after_a_host_has_vanished_the_other_has_all(hosts, tmp_path):
             ask("vanish")
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
-        return mirrored(str(tmp_path), 5)
+        return copied(str(tmp_path), 5)
 
     for first, values in hosts.run(run).values[:2]:
         assert first == 3

@@ -21,10 +21,9 @@ from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.units.checkpoint.worlds import differing, everything
-from zero_fn.checkpoint import writing
-from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint import rank_files
 from zero_fn.checkpoint.format.folders import Draft
-from zero_fn.checkpoint.mirrored import MARK
+from zero_fn.checkpoint.format.own_folder import OwnFolder
 from zero_fn.storage import Slab
 
 
@@ -46,12 +45,12 @@ def test_checkpoints_says_what_there_is(tmp_path):
     assert zf.checkpoints(first.path) == [first]
 
 
-def test_keep_leaves_the_newest_and_some_others(tmp_path):
+def test_keep_leaves_the_newest_of_this_name(tmp_path):
     zf.save(tmp_path / "best-1", nn.Linear(2, 2))
     (tmp_path / "step-5").mkdir()  # not a checkpoint
     for step in range(10, 70, 10):
-        zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=2, keep_every=30)
-    assert _steps(tmp_path) == [1, 30, 50, 60]
+        zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=2)
+    assert _steps(tmp_path) == [1, 50, 60]
     assert (tmp_path / "step-5").exists()
     zf.save(tmp_path / "step-70", nn.Linear(2, 2), keep=1, background=True).wait()
     assert _steps(tmp_path) == [1, 70]
@@ -85,15 +84,15 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path, monkeypatch)
 
     model = nn.Linear(3, 3)
     entered, go = threading.Event(), threading.Event()
-    real = zf.checkpoint.writing.Writing.write_rest
+    real = zf.checkpoint.rank_files.RankFiles.write_rest
 
-    def late(writing):
+    def late(files):
         entered.set()
         go.wait()
         monkeypatch.setattr("os.fsync", refuse)
-        real(writing)
+        real(files)
 
-    monkeypatch.setattr("zero_fn.checkpoint.writing.Writing.write_rest", late)
+    monkeypatch.setattr("zero_fn.checkpoint.rank_files.RankFiles.write_rest", late)
     saving = zf.save(tmp_path / "step-1", model, background=True)
     assert entered.wait(10)
     assert not saving.is_done()
@@ -107,13 +106,13 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path, monkeypatch)
 
 
 def test_load_waits_for_the_save_under_way(tmp_path, monkeypatch):
-    real = zf.checkpoint.writing.Writing.write_rest
+    real = zf.checkpoint.rank_files.RankFiles.write_rest
 
-    def late(writing):
+    def late(files):
         time.sleep(0.2)  # a slow disk: the load below begins before it has written
-        real(writing)
+        real(files)
 
-    monkeypatch.setattr("zero_fn.checkpoint.writing.Writing.write_rest", late)
+    monkeypatch.setattr("zero_fn.checkpoint.rank_files.RankFiles.write_rest", late)
     model = nn.Linear(3, 3)
     expected = model.weight.detach().clone()
     zf.save(tmp_path / "step-1", model, background=True)
@@ -131,7 +130,7 @@ def test_values_are_copied_into_as_many_bytes(tmp_path, monkeypatch):
             copied.append(nbytes)
             super().__init__(nbytes, *args, **kwargs)
 
-    monkeypatch.setattr(writing, "Slab", Counted)
+    monkeypatch.setattr(rank_files, "Slab", Counted)
     zf.save(tmp_path / "step-1", nn.Linear(20, 10), background=True).wait()
     assert copied == [13 * 64 + 64]  # of 800 bytes and of 40, to whole 64
 
@@ -179,7 +178,7 @@ def _over_many(folder):
     expected = everything(model, optimizer)
     optimizer.step()
     assert zf.load(folder, model, optimizer)["rank"] == dist.get_rank()
-    asked = Catalog(folder / "step-1", lambda name: name, (dist.get_rank(), dist.get_world_size()))._parts
+    asked = OwnFolder(folder / "step-1", lambda name: name, (dist.get_rank(), dist.get_world_size()))._parts
     return len(asked), differing(expected, everything(model, optimizer))
 
 
@@ -277,15 +276,10 @@ def _loaded_on_each_host(saved):
         zf.load(saved, nn.Linear(2, 2))
 
 
-def _closed_mirror(folder):
-    mirror = zf.checkpoint.memory_copies(folder, nn.Linear(2, 2))
-    mirror.close()
-    mirror.update()
-
-
-def _misnamed_mirror(folder):
-    (folder / MARK).write_text("../../etc")
-    zf.resume(folder, nn.Linear(2, 2))
+def _closed_copies(folder):
+    copies = zf.checkpoint.memory_copies(folder, nn.Linear(2, 2), every=1)
+    copies.close()
+    copies.update()
 
 
 test_refusals = refusals(
@@ -295,9 +289,8 @@ test_refusals = refusals(
         "checkpoint_loads_nothing": lambda: zf.load("runs", only="weights"),
         "checkpoint_in_a_folder_of_each_host": _made_on_each_host,
         "checkpoint_of_another_host": _loaded_on_each_host,
-        "mirror_every_no_step": lambda: zf.checkpoint.memory_copies("runs", nn.Linear(2, 2), every=0),
-        "mirror_that_is_closed": _closed_mirror,
-        "mirror_named_wrongly": _misnamed_mirror,
+        "memory_copies_every_no_step": lambda: zf.checkpoint.memory_copies("runs", nn.Linear(2, 2), every=0),
+        "memory_copies_that_are_closed": _closed_copies,
     }
 )
 

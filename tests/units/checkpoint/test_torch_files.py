@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_fn.checkpoint.others.of_dcp import MetadataUnpickler
+from zero_fn.checkpoint.others.dcp import MetadataUnpickler
 from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
 from zero_fn.errors import CheckpointError
 

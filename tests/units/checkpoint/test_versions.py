@@ -1,4 +1,5 @@
-"""Checkpoints of every version of the format are read: `version_1/` was written by the first, on two ranks of ZeRO-3.
+"""Checkpoints of every version of the format are read, written on two ranks of ZeRO-3: `version_1/` by the first release,
+`version_0_2/` by zero_fn 0.2, with an average of the model.
 
 python -m tests.units.checkpoint.test_versions FOLDER      # how it was written; a later version gets a folder of its own
 """
@@ -17,6 +18,7 @@ from tests.units.checkpoint.worlds import differing, everything
 from zero_fn.local.launcher import LocalRanks
 
 VERSION_1 = Path(__file__).parent / "version_1" / "step-7"
+VERSION_0_2 = Path(__file__).parent / "version_0_2" / "step-7"
 EXTRA = {"step": 7, "noise": torch.arange(4), "odd": {1: (2.5, float("inf"))}}
 
 
@@ -35,39 +37,48 @@ def _run(is_sharded):
     return model, optimizer
 
 
-def _write(folder):
-    zf.save(folder, *_run(is_sharded=True), extra=EXTRA)
+def _write(folder, has_average=True):
+    model, optimizer = _run(is_sharded=True)
+    averages = {"average": zf.ema(model)} if has_average else {}
+    zf.save(folder, model, optimizer, extra=EXTRA | averages)
 
 
-def _read(is_sharded):
+def _read(is_sharded, checkpoint):
     model, optimizer = _run(is_sharded)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.state.clear()
-    extra = zf.load(VERSION_1, model, optimizer)
-    return everything(model, optimizer), extra
+    average = zf.ema(model)
+    extra = zf.load(checkpoint, model, optimizer, extra={"average": average} if checkpoint == VERSION_0_2 else None)
+    shown = {}
+    if checkpoint == VERSION_0_2:
+        with average.shown():
+            shown = everything(model, optimizer)
+    return everything(model, optimizer), shown, extra
 
 
-def test_a_checkpoint_of_the_first_version_is_read(ranks):
+@pytest.mark.parametrize("checkpoint", [VERSION_1, VERSION_0_2], ids=["1", "0.2"])
+def test_a_checkpoint_of_an_earlier_version_is_read(ranks, checkpoint):
     expected = everything(*_run(is_sharded=False))
-    found, extra = _read(is_sharded=False)
-    assert differing(expected, found) == []
-    assert extra["odd"] == EXTRA["odd"]
-    assert torch.equal(extra["noise"], torch.arange(4))
-    for found, _ in ranks(3).run(_read, is_sharded=True):
+    for found, average, extra in [_read(False, checkpoint), *ranks(3).run(_read, True, checkpoint)]:
         assert differing(expected, found) == []
+        assert checkpoint == VERSION_1 or differing(expected, average) == [], "it averaged one model"
+        assert extra["odd"] == EXTRA["odd"]
+        assert torch.equal(extra["noise"], torch.arange(4))
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00000.json", "rank-00001.json"])
-def test_what_is_written_now_says_the_same(ranks, file, tmp_path):
+@pytest.mark.parametrize("checkpoint", [VERSION_1, VERSION_0_2], ids=["1", "0.2"])
+def test_what_is_written_now_says_the_same(ranks, checkpoint, file, tmp_path):
     """A change of the format needs another version, and a fixture of it."""
-    ranks(2).run(_write, str(tmp_path / "step-7"))
+    ranks(2).run(_write, str(tmp_path / "step-7"), checkpoint == VERSION_0_2)
 
     def form(path):
         body = json.loads((path / file).read_text())["body"]
-        for name in ("id", "saved_at_ns", "made_by", "names"):  # the last came later, and readers do without it
+        names = () if checkpoint == VERSION_0_2 else ("names",)  # it came later, and readers do without it
+        for name in ("id", "saved_at_ns", "made_by", *names):
             body.pop(name, None)
         for group in body.get("groups", ()):
             group.pop("options")  # torch adds some
@@ -76,7 +87,7 @@ def test_what_is_written_now_says_the_same(ranks, file, tmp_path):
                 each.pop("xxh3")  # of a header that has the number of the save
         return body
 
-    assert form(tmp_path / "step-7") == form(VERSION_1)
+    assert form(tmp_path / "step-7") == form(checkpoint)
 
 
 if __name__ == "__main__":

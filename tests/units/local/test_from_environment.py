@@ -62,7 +62,10 @@ def _on_devices(n, local_rank):
 def test_what_a_host_has_not_is_said():
     with refused("started_with_more_ranks_than_devices"):
         _on_devices(2, 2)
-    with mock.patch("zero_fn.local.shared_folder.ROOT", Path("/missing")), refused("mirror_without_shared_memory"):
+    with (
+        mock.patch("zero_fn.local.shared_folder.ROOT", Path("/missing")),
+        refused("memory_copies_without_shared_memory"),
+    ):
         host_name()
 
 

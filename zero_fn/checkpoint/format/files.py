@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zero_fn.errors import CheckpointError, StorageError
 from zero_fn.values.box import Box, whole_box
+from zero_fn.values.dtypes import DTYPES_IN_FILES, NAMES_IN_FILES
 
 __all__ = [
     "BUFFER_NBYTES",
@@ -52,17 +53,6 @@ BLOCK_NBYTES = 1 << 20
 
 _CHUNK_NBYTES = 128 << 10
 """Bytes of a block that are read and hashed at a time: they stay in the cache of the processor."""
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "BOOL": torch.bool,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-}  # fmt: skip
-"""The dtypes that safetensors has, by its names for them."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @contextmanager
@@ -95,16 +85,23 @@ class StoredBox:
     rank: int = 0  # that has written the box
     # One function for all boxes of a file.
     open: Callable[[], TensorReader] | None = field(default=None, repr=False)
+    path: Path = Path()  # of the file, in a checkpoint of `zf.save`
 
     @property
     def nbytes(self) -> int:
         """How many bytes its elements have."""
         return self.box.numel * self.dtype.itemsize
 
+    @staticmethod
+    def of_whole(name: str, tensor: Tensor) -> StoredBox:
+        """A whole tensor, which is to be written."""
+        shape = tuple(tensor.shape)
+        return StoredBox(name, tensor.dtype, shape, whole_box(shape))
+
     def entry(self) -> dict[str, Any]:
         """What the manifest says of the box."""
         return {
-            "dtype": _NAMES[self.dtype],
+            "dtype": NAMES_IN_FILES[self.dtype],
             "shape": self.shape,
             "starts": self.box.starts,
             "sizes": self.box.sizes,
@@ -114,14 +111,22 @@ class StoredBox:
 
     @staticmethod
     def of_entry(
-        name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader]
+        name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader], path: Path
     ) -> StoredBox:
         """The box of which a manifest says this; the reverse of `entry`."""
         digests = entry["xxh3"]
         box, shape = Box(tuple(entry["starts"]), tuple(entry["sizes"])), tuple(entry["shape"])
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
         found = StoredBox(
-            name, DTYPES[entry["dtype"]], shape, box, entry["offset"], each, rank, open
+            name,
+            DTYPES_IN_FILES[entry["dtype"]],
+            shape,
+            box,
+            entry["offset"],
+            each,
+            rank,
+            open,
+            path,
         )
         if (
             box.meet(whole_box(shape)) not in (box, None)
@@ -135,7 +140,7 @@ class StoredBox:
 
 def require_dtype(name: str, dtype: torch.dtype) -> None:
     """Requires that a tensor can be written."""
-    if dtype not in _NAMES:
+    if dtype not in NAMES_IN_FILES:
         raise CheckpointError(
             f"{name} is of a dtype that safetensors does not have.",
             dtype=dtype,
@@ -162,7 +167,7 @@ def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
     for piece in pieces:
         piece.offset, end = end, end + piece.nbytes
         table[piece.name] = {
-            "dtype": _NAMES[piece.dtype],
+            "dtype": NAMES_IN_FILES[piece.dtype],
             "shape": piece.box.sizes,
             "data_offsets": [piece.offset, end],
         }
@@ -347,7 +352,7 @@ def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
         require_form(table, {str: {"dtype": str, "shape": [int], "data_offsets": [int]}})
         for name, entry in table.items():
             first, last = entry["data_offsets"]
-            if last - first != DTYPES[entry["dtype"]].itemsize * prod(entry["shape"]):
+            if last - first != DTYPES_IN_FILES[entry["dtype"]].itemsize * prod(entry["shape"]):
                 raise ValueError(f"{name} does not have the bytes of its shape")
             if 8 + length + last > nbytes:
                 raise ValueError(f"it ends before {name} does")

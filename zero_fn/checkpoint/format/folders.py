@@ -85,7 +85,11 @@ def tensors_name(kind: str, rank: int, number: int) -> str:
 
 
 def write_manifest(
-    folder: Path, save_id: str, ranks: int, names: Mapping[str, int] | None = None
+    folder: Path,
+    save_id: str,
+    ranks: int,
+    names: Mapping[str, int] | None = None,
+    saved_at_ns: int | None = None,
 ) -> None:
     """Writes the manifest, the last file of a checkpoint, by which a folder is one."""
     # `names`: how many names of tensors there are, by kind, so a reader of some parts knows whether
@@ -93,9 +97,8 @@ def write_manifest(
     body = {"format": "zero_fn checkpoint", "version": VERSION, "id": save_id, "ranks": ranks}
     made_by = {"torch": torch.__version__, "python": platform.python_version()}
     counted = {} if names is None else {"names": names}
-    write_json(
-        folder / MANIFEST, {**body, **counted, "saved_at_ns": time.time_ns(), "made_by": made_by}
-    )
+    when = {"saved_at_ns": saved_at_ns or time.time_ns()}
+    write_json(folder / MANIFEST, {**body, **counted, **when, "made_by": made_by})
 
 
 _FORM = {"id": str, "ranks": int, "names?": {str: int}, "saved_at_ns": int, "made_by": {str: str}}
@@ -216,7 +219,7 @@ def newest(folder: Path) -> Path:
 class Draft:
     """The folder of a checkpoint that is being saved.
 
-    Rank 0 makes the folder, commits it and holds its lock.
+    Rank 0 makes the folder, commits it and holds its lock; in memory the first rank of each host.
     """
 
     def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
@@ -227,9 +230,9 @@ class Draft:
         self._lock = -1
         self._mark = self.path
 
-    def make(self) -> str:
+    def make(self, made: str = "") -> str:
         """Makes the folder, and removes what other saves have left;
-        returns what identifies this save."""
+        returns what identifies this save: `made`, or a new text."""
         parent = self.target.parent
         if not self.target.name or self.target.name.startswith("."):
             raise CheckpointError(
@@ -256,7 +259,7 @@ class Draft:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for kind in self._kinds:
                     (self.path / kind).mkdir()
-                self._mark = self.path / os.urandom(8).hex()
+                self._mark = self.path / (made or os.urandom(8).hex())
                 self._mark.touch()
             except BaseException:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -339,7 +342,7 @@ def _remove_if_left(path: Path) -> None:
         os.close(fd)
 
 
-def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
+def prune(target: Path, keep: int | None) -> None:
     """Removes old checkpoints: those whose names differ from that of the one
     just saved only in the number.
 
@@ -347,18 +350,14 @@ def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
     """
     if keep is None:
         return
-    stem = _number(target.name)[0]
+    stem, more = _number(target.name)[0], keep - 1
     try:
-        beside = [
-            found
-            for found in checkpoints(target.parent)
-            if found.is_complete and _number(found.path.name)[0] == stem
-        ]
-        for found in beside[: max(len(beside) - keep, 0)]:
-            is_kept = (
-                keep_every is not None and found.step is not None and found.step % keep_every == 0
-            )
-            if is_kept or found.path.name == target.name:
+        for found in reversed(checkpoints(target.parent)):
+            is_alike = found.ranks and _number(found.path.name)[0] == stem
+            if not is_alike or found.path.name == target.name:
+                continue
+            if more:
+                more -= found.is_complete
                 continue
             going = found.path.parent / f".{found.path.name}.removing"
             os.rename(found.path, going)

@@ -1,5 +1,7 @@
 """Folders of Hugging Face.
 
-pretrained  `load_pretrained` reads them
-exporting   `save_pretrained` writes them
+read       `load_pretrained`
+in_place   parameters that stay in the files
+write      `save_pretrained`
+own_names  whether files have the names of the model
 """

@@ -7,8 +7,8 @@ from math import prod
 from torch import nn
 
 from zero_fn.checkpoint.format.contents import Contents, Key, range_of
-from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.live.tensors import HeldTensor
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.registry import runs_of, units_of

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_fn.checkpoint.agreement import RankMeeting, failure_of
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import (
-    DTYPES,
     StoredBox,
     TensorReader,
     damaged,
@@ -30,16 +30,16 @@ from zero_fn.checkpoint.format.files import (
 )
 from zero_fn.checkpoint.format.folders import MANIFEST
 from zero_fn.checkpoint.huggingface.in_place import leave_in_files, open_files, require_readable
-from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.live.tensors import ModelTensors
 from zero_fn.checkpoint.loading import LOADING, Rename, fill_on_all_ranks, renamed_by
-from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.materialize import allocate, device_for, require_ways
 from zero_fn.values.box import whole_box
 from zero_fn.values.dtensors import local_of
+from zero_fn.values.dtypes import DTYPES_IN_FILES
 
 __all__ = [
     "INDEX",
@@ -207,7 +207,7 @@ def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Con
                 raise damaged(file, tensor=name, why="two tensors have one name")
             shape, offset = tuple(entry["shape"]), entry["data_offsets"][0]
             piece = StoredBox(
-                name, DTYPES[entry["dtype"]], shape, whole_box(shape), offset, open=opened
+                name, DTYPES_IN_FILES[entry["dtype"]], shape, whole_box(shape), offset, open=opened
             )
             source.add_piece("model", name, "", piece)
     return source

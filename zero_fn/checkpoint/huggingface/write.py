@@ -2,7 +2,7 @@
 
 begin    ranks agree: all were given the same arguments and have tensors of the same names; rank 0
          makes a hidden folder inside the folder
-write    tensor after tensor is gathered, and written by the rank that writes its file
+write    tensors are gathered by `zf.weights`; each is written by the rank that writes its file
 commit   ranks agree; rank 0 moves the files into the folder, last the file that readers look for
 """
 
@@ -23,14 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.checkpoint.format.files import (
-    BUFFER_NBYTES,
-    StoredBox,
-    TensorFile,
-    require_dtype,
-    sync_folder,
-)
+from zero_fn.checkpoint.agreement import RankMeeting, failure_of
+from zero_fn.checkpoint.format.files import StoredBox, require_dtype, sync_folder
 from zero_fn.checkpoint.format.folders import Draft
+from zero_fn.checkpoint.format.writer import Writer
+from zero_fn.checkpoint.huggingface.own_names import require_own_names
 from zero_fn.checkpoint.huggingface.read import (
     INDEX,
     WEIGHTS,
@@ -39,15 +36,13 @@ from zero_fn.checkpoint.huggingface.read import (
     weights_name,
     write_index,
 )
-from zero_fn.checkpoint.live.held_tensors import ModelTensors
-from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
+from zero_fn.checkpoint.live.tensors import ModelTensors
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
 from zero_fn.errors import CheckpointError
-from zero_fn.tiers.tier_tensor import in_memory
-from zero_fn.values.box import whole_box
 from zero_fn.values.tiers import nbytes_of_text
+from zero_fn.weights import weights
 
-__all__ = ["export", "require_own_names", "save_pretrained"]
+__all__ = ["export", "save_pretrained"]
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 """Given a tensor of the model by its name, returns the tensors that files have
@@ -67,14 +62,14 @@ def save_pretrained(
 
         zf.save_pretrained(model, "llama-3-8b-tuned", dtype=torch.bfloat16)
 
-    Parameters and persistent buffers are gathered one after the other, so no rank holds two of them
-    whole. The ranks write the files in turn. Tied parameters are written once. The config and
-    generation config of a model of transformers are written, too. Files are written into a hidden
-    folder and moved into place when they are on the disk, last the one that readers look for: a
-    save that fails, or is killed, leaves no model.
+    Parameters and persistent buffers are gathered one after the other, as by `zf.weights`, so no
+    rank holds two of them whole. The ranks write the files in turn. Tied parameters are
+    written once. The config and generation config of a model of transformers are written, too.
+    Files are written into a hidden folder and moved into place when they are on the disk, last the
+    one that readers look for: a save that fails, or is killed, leaves no model.
 
-    Communicates an all-gather of each parameter, two messages of 640 bytes from each
-    rank to rank 0, and two back.
+    Communicates what `zf.weights` does, a broadcast of what is not sharded, two messages of 640
+    bytes from each rank to rank 0, and two back.
 
     Args:
         model: Any module, transformed or not, in memory or in tiers.
@@ -195,33 +190,13 @@ class _WeightsDraft(Draft):
         return names
 
 
-def require_own_names(model: nn.Module) -> None:
-    """Refuses models whose tensors have other names in files of transformers than in the model."""
-    if hasattr(model, "peft_config"):
-        raise CheckpointError(
-            "A model with adapters is not what from_pretrained loads.",
-            model=type(model).__name__,
-            fix="ZeroTrainer.save_model() writes adapters; or merge them before the transform: "
-            "model.merge_and_unload()",
-        )
-    if getattr(model, "is_quantized", False):
-        raise CheckpointError(
-            "A quantised model is not saved in a way that from_pretrained loads.",
-            model=type(model).__name__,
-            why="in files of transformers, a quantised weight and what it was quantised "
-            "with have names of their own",
-            fix="zf.save(folder, model); or, before the transform, "
-            "model.save_pretrained(folder) on rank 0",
-        )
-
-
 @dataclass
 class _Export:
     """What is written."""
 
     dtype: torch.dtype | None
     convert: Convert | None
-    names: dict[str, list[Tensor]] = field(default_factory=dict)  # in order, with the tiles of each
+    unsharded: set[str] = field(default_factory=set)  # names of tensors that rank 0 decides
     files: list[list[StoredBox]] = field(default_factory=list)
 
     def add(self, model: nn.Module, most: int) -> None:
@@ -229,18 +204,16 @@ class _Export:
         require_own_names(model)
         named = ModelTensors()
         named.add(model, None)
-        by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        tensors = (*model.parameters(), *model.buffers())
+        sharded = {id(tensor) for tensor in tensors if isinstance(tensor, DTensor)}
+        held = {each.name: each for each in named.held_tensors}  # tiles of a tensor have one name
+        self.unsharded = {each.name for key, each in named.parameters.items() if key not in sharded}
         pieces: list[StoredBox] = []
-        for key, held in named.parameters.items():
-            parts = self.names.setdefault(held.name, [])
-            parts.append(by_id[key])
-            if len(parts) == 1:
-                whole = torch.empty(held.place.shape, dtype=held.dtype, device="meta")
-                for name, tensor in self.in_files(held.name, whole).items():
-                    require_dtype(name, tensor.dtype)
-                    pieces.append(
-                        StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape))
-                    )
+        for each in held.values():
+            whole = torch.empty(each.place.shape, dtype=each.dtype, device="meta")
+            for name, tensor in self.in_files(each.name, whole).items():
+                require_dtype(name, tensor.dtype)
+                pieces.append(StoredBox.of_whole(name, tensor))
         self.files = packed(pieces, most)
 
     def in_files(self, name: str, whole: Tensor) -> Mapping[str, Tensor]:
@@ -258,57 +231,39 @@ def _write(
 
     Returns what went wrong on this rank.
     """
-    files: list[TensorFile] = []
-    own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
+    writer = Writer(draft.path)
+    own: dict[str, StoredBox] = {}  # what this rank writes, by the name in files
+    failures: list[Exception | None] = []
 
     def begin() -> None:
         for number in range(meeting.rank, len(plan.files), meeting.size):
             draft.require(made)
-            files.append(
-                TensorFile(
-                    draft.path / weights_name(number, len(plan.files)), plan.files[number], ""
-                )
-            )
-            own.update({piece.name: (piece, files[-1]) for piece in plan.files[number]})
+            writer.make("model", weights_name(number, len(plan.files)), plan.files[number])
+            own.update({piece.name: piece for piece in plan.files[number]})
         if meeting.rank == 0:
             _write_beside(model, plan, draft.path)
 
-    def append(name: str, wholes: list[Tensor]) -> None:
+    def append(name: str, whole: Tensor) -> None:
         if plan.convert is None and name not in own:
             return
-        whole = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
         for stored, values in plan.in_files(name, whole).items():
             if stored in own:
-                _append(*own[stored], values)
+                writer.append(own[stored], values)
 
-    failure = failure_of(begin)
-    for name, parts in plan.names.items():
-        wholes: list[Tensor] = []
-        lost = failure_of(partial(_gather, parts, meeting, wholes))
-        if lost is not None:  # a tier failed, on every rank of the mesh, or a rank is lost
-            failure = failure or lost
-            break
-        failure = failure or failure_of(partial(append, name, wholes))
-    for file in files:
-        failure = failure or failure_of(file.finish)
-        file.close()
-    return failure
+    def gather() -> None:
+        with weights(model, names=None, dtype=plan.dtype, bucket=1) as items:
+            for name, whole in items:
+                whole = meeting.from_first(whole) if name in plan.unsharded else whole
+                if not any(failures):  # others gather on, and are told at the end
+                    failures.append(failure_of(partial(append, name, whole)))
+                del whole  # before the next one is read
 
-
-def _gather(parts: list[Tensor], meeting: RankMeeting, wholes: list[Tensor]) -> None:
-    """Adds the parts of a tensor, whole, to `wholes`. What is not sharded is that of rank 0."""
-    for part in parts:
-        if isinstance(part, DTensor):
-            wholes.append(in_memory(part.full_tensor()))
-        else:
-            wholes.append(meeting.from_first(in_memory(part)))
-
-
-def _append(piece: StoredBox, file: TensorFile, values: Tensor) -> None:
-    flat = values.reshape(-1)
-    step = BUFFER_NBYTES // values.element_size()
-    for first in range(0, flat.numel(), step):
-        file.append(piece, flat[first : first + step].cpu())
+    failures.append(failure_of(begin))
+    failures.append(failure_of(gather))
+    if not any(failures):
+        failures.append(failure_of(writer.finish))
+    writer.close()
+    return next(filter(None, failures), None)
 
 
 def _write_beside(model: nn.Module, plan: _Export, folder: Path) -> None:

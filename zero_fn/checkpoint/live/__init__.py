@@ -1,6 +1,7 @@
 """What a checkpoint is written from and read into: tensors of a running model and its optimizer.
 
-held_tensors     their names, and how they are read and written
+tensors          their names, and how they are read and written
 streamed_states  those of streamed optimizers, a chunk at a time
+inventory        what a rank has to save
 load_plan        what of the files goes where, and what does not fit
 """

@@ -8,23 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.average import Average
+from zero_fn.checkpoint.agreement import RankMeeting
 from zero_fn.checkpoint.format.contents import Contents, Key, require_whole
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT
-from zero_fn.checkpoint.live.held_tensors import (
-    HeldTensor,
-    ModelTensors,
-    ParcelWindow,
-    held_averages,
-    held_state,
-    tensors_of_groups,
-)
 from zero_fn.checkpoint.live.streamed_states import (
     StateFields,
     end_step,
@@ -33,7 +26,14 @@ from zero_fn.checkpoint.live.streamed_states import (
     note_scales,
     room_of_states,
 )
-from zero_fn.checkpoint.rank_meeting import RankMeeting
+from zero_fn.checkpoint.live.tensors import (
+    HeldTensor,
+    ModelTensors,
+    ParcelWindow,
+    held_averages,
+    held_state,
+    tensors_of_groups,
+)
 from zero_fn.errors import CheckpointError
 from zero_fn.owners import ByOwner, Dealt
 from zero_fn.runtime.bfloat16_step import COMPENSATION
@@ -43,6 +43,7 @@ from zero_fn.streamed import Streamed
 from zero_fn.transforms.selection import Where
 from zero_fn.transforms.unsharded import refresh
 from zero_fn.values.box import Box
+from zero_fn.values.dtypes import keeps_every_bit
 
 __all__ = ["LoadPlan", "match_all"]
 
@@ -149,8 +150,10 @@ class LoadPlan:
 
     def match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
         """Finds the states of the optimizer and the options of its groups."""
-        rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
+        streamed = optimizer if isinstance(optimizer, Streamed) else None
+        rooms = {} if streamed is None else room_of_states(streamed)
         kept: StateFields = {}
+        begin = len(self.todo)
         for group, held_tensors in zip(
             optimizer.param_groups, tensors_of_groups(optimizer, self.named), strict=True
         ):
@@ -170,11 +173,11 @@ class LoadPlan:
                 dealt = optimizer.owner_of(parameter) if isinstance(optimizer, ByOwner) else None
                 if dealt is not None and not dealt.is_mine:
                     continue  # its owner has the states
-                if rooms is None:
+                if streamed is None:
                     self._match_states(source, optimizer, group, parameter, own, dealt)
                 else:
                     kept[id(parameter)] = self._match_chunks(
-                        source, parameter, own, rooms.get(id(parameter), {})
+                        source, streamed, parameter, own, rooms.get(id(parameter), {})
                     )
             if len(options) > 1:
                 self.wrong.append(
@@ -185,24 +188,13 @@ class LoadPlan:
                 self.then.append(partial(group.update, source.value(*next(iter(options.values())))))
         if isinstance(optimizer, ByOwner):
             self.then.append(partial(setattr, optimizer, "failed", None))
-        if isinstance(optimizer, Streamed):
-            by_id = {
-                id(parameter): parameter
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            }
-            boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
+        if streamed is not None:
+            boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo[begin:]}
 
             def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
                 source.fill(*boxes[id(parameter), name], first, values)
 
-            for key, held in self.todo:
-                number, name = held.in_chunks or (0, "")
-                if number in by_id:  # else it is no state in chunks, or of another optimizer
-                    self.then.append(
-                        partial(note_scales, optimizer, by_id[number], held, name, source, key)
-                    )
-            self.then.append(partial(fill_states, optimizer, kept, fill))
+            self.then.append(partial(fill_states, streamed, kept, fill))
 
     def _match_states(
         self,
@@ -244,7 +236,12 @@ class LoadPlan:
         )
 
     def _match_chunks(
-        self, source: Contents, parameter: Tensor, own: HeldTensor, room: Mapping[str, torch.dtype]
+        self,
+        source: Contents,
+        optimizer: Streamed,
+        parameter: Tensor,
+        own: HeldTensor,
+        room: Mapping[str, torch.dtype],
     ) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
         """Finds the states of a parameter for which chunks have this room;
         returns their dtypes, and other values."""
@@ -253,7 +250,11 @@ class LoadPlan:
             piece = source.first(key)
             if name in room and piece.shape == own.place.shape:
                 dtypes[name] = room[name]
-                self._match(source, key, held_in_chunks(own, parameter, name, room[name]))
+                held = held_in_chunks(own, parameter, name, room[name])
+                self._match(source, key, held)
+                self.then.append(
+                    partial(note_scales, optimizer, parameter, held, name, source, key)
+                )
             elif prod(piece.shape) <= 1:
                 others[name] = source.whole(key)
             else:
@@ -289,20 +290,13 @@ class LoadPlan:
                 f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said
             ]
         self.values = {name: source.value(rank, value) for name, value in said.items()}
-        takers = {
-            name: taker
-            for name, taker in extra.items()
-            if name in said and hasattr(taker, "load_state_dict")
-        }
-        self.then += [
-            partial(taker.load_state_dict, self.values[name]) for name, taker in takers.items()
-        ]
-        averages = {
-            name: each for name, each in extra.items() if isinstance(each, Average) and name in said
-        }
-        for name, average in averages.items():
+        for name, taker in extra.items():
+            if name in said and hasattr(taker, "load_state_dict"):
+                self.then.append(partial(taker.load_state_dict, self.values[name]))
+            if name not in said or not isinstance(taker, Average):
+                continue
             self.averages.add(name)
-            for held in held_averages(name, average, self.named, where):
+            for held in held_averages(name, taker, self.named, where):
                 key = (
                     AVERAGES,
                     f"{self._name_of(source, held.name.removesuffix(f'/{name}'))}/{name}",
@@ -313,7 +307,7 @@ class LoadPlan:
                     self.wrong.append(f"{held.name}: no average in the checkpoint")
             if isinstance(self.values[name], dict):  # as of a torch.distributed.checkpoint, too
                 self.then.append(
-                    partial(setattr, average, "updates", self.values[name].get("updates", 0))
+                    partial(setattr, taker, "updates", self.values[name].get("updates", 0))
                 )
 
     def note_unexpected(self, keys: Iterable[Key]) -> None:
@@ -464,39 +458,3 @@ def _note_loaded(model: nn.Module) -> None:
         run_of(unit).note_loaded()
         for slot in unit.slots:
             slot.initial = None
-
-
-class _Values(NamedTuple):
-    """Which numbers a dtype has: from the least to the greatest, the smallest of them,
-    and all integers up to `exact`."""
-
-    least: float
-    greatest: float
-    smallest: float
-    exact: float
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> _Values:
-        """The real numbers of a dtype, or of the parts of a complex one.
-
-        TypeError: it has no limits (quantized).
-        """
-        if dtype == torch.bool:
-            return cls(0, 1, 1, 1)
-        if dtype.is_floating_point or dtype.is_complex:
-            limits = torch.finfo(dtype)
-            return cls(limits.min, limits.max, limits.smallest_normal * limits.eps, 2 / limits.eps)
-        whole = torch.iinfo(dtype)
-        return cls(whole.min, whole.max, 1, whole.max)
-
-
-def keeps_every_bit(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of one dtype is a value of the other."""
-    if source == target or (source.is_complex and not target.is_complex):
-        return source == target
-    try:
-        one, other = _Values.of(source), _Values.of(target)
-    except TypeError:
-        return False
-    is_in_range = other.least <= one.least and one.greatest <= other.greatest
-    return is_in_range and other.smallest <= one.smallest and one.exact <= other.exact

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.checkpoint.format.contents import Contents, Key
-from zero_fn.checkpoint.live.held_tensors import HeldTensor
+from zero_fn.checkpoint.live.tensors import HeldTensor
 from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.kernels.codes import BLOCK_NUMEL
 from zero_fn.storage import InMemory
@@ -49,7 +50,7 @@ def states_in_chunks(optimizer: Streamed) -> StateFields:
     optimizer._steps.finish()
     optimizer._steps.require_whole("save")
     found: StateFields = {}
-    for cut in _cuts(optimizer):
+    for cut in chain.from_iterable(cuts_of(optimizer).values()):
         dtypes, others = found.setdefault(id(cut.parameter), ({}, {}))
         dtypes |= {name: cut.dtype_of(name) for name in cut.fields if name in cut.present}
         others |= cut.resident
@@ -67,12 +68,10 @@ def states_in_chunks(optimizer: Streamed) -> StateFields:
 def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
     """The states that chunks have room for: their dtypes,
     by the identity of the parameter and by name."""
-    found: dict[int, dict[str, torch.dtype]] = {}
-    for cut in _cuts(optimizer):
-        found.setdefault(id(cut.parameter), {}).update(
-            {name: cut.dtype_of(name) for name in cut.fields}
-        )
-    return found
+    return {
+        number: {name: cut.dtype_of(name) for cut in cuts for name in cut.fields}
+        for number, cuts in cuts_of(optimizer).items()
+    }
 
 
 def end_step(optimizer: Streamed) -> None:
@@ -152,13 +151,10 @@ def fill_states(
 def cuts_of(optimizer: Streamed) -> dict[int, list[ParameterPiece]]:
     """The pieces by the identity of their parameter."""
     found: dict[int, list[ParameterPiece]] = {}
-    for cut in _cuts(optimizer):
-        found.setdefault(id(cut.parameter), []).append(cut)
+    for chunk in optimizer.states.chunks:
+        for cut in chunk.cuts:
+            found.setdefault(id(cut.parameter), []).append(cut)
     return found
-
-
-def _cuts(optimizer: Streamed) -> list[ParameterPiece]:
-    return [cut for chunk in optimizer.states.chunks for cut in chunk.cuts]
 
 
 def _require_in_order(cut: ParameterPiece) -> None:

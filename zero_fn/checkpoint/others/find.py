@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import MANIFEST, checkpoints, newest, read_manifest
-from zero_fn.checkpoint.others.of_dcp import METADATA, DcpFolder
-from zero_fn.checkpoint.others.of_deepspeed import DeepSpeedFolder, deepspeed_folder
+from zero_fn.checkpoint.format.own_folder import OwnFolder
+from zero_fn.checkpoint.others.dcp import METADATA, DcpFolder
+from zero_fn.checkpoint.others.deepspeed import DeepSpeedFolder, deepspeed_folder
 from zero_fn.errors import CheckpointError
 
 __all__ = ["find_checkpoint", "foreign_in", "opened", "saved_as"]
@@ -59,6 +59,6 @@ def opened(
     `reader` is (index, number) of the readers, each of which needs a part.
     """
     if (folder / MANIFEST).exists():
-        return Catalog(folder, rename, reader)
+        return OwnFolder(folder, rename, reader)
     kind = DcpFolder if (folder / METADATA).is_file() else DeepSpeedFolder
     return kind(folder, rename, has_states=has_states)

@@ -324,12 +324,9 @@ class Foreign(Contents):
         elif state == "step":  # torch counts steps in tensors
             value = torch.tensor(float(value))
         if isinstance(value, Tensor):
-            box, opened = whole_box(value.shape), partial(_InMemory, value)
-            self.add_box(
-                "optimizer",
-                state,
-                StoredBox(name, value.dtype, tuple(value.shape), box, open=opened),
-            )
+            piece = StoredBox.of_whole(name, value)
+            piece.open = partial(_InMemory, value)
+            self.add_box("optimizer", state, piece)
         else:
             self.values.setdefault(self.rename(name), (0, {}))[1][state] = value
 
@@ -378,12 +375,7 @@ class Foreign(Contents):
         flat = torch.empty(tensor.spanned, dtype=tensor.dtype)
         reader = self._opened(tensor)
         try:
-            reader.read(
-                StoredBox("", flat.dtype, tuple(flat.shape), whole_box(flat.shape)),
-                0,
-                flat.numel(),
-                flat,
-            )
+            reader.read(StoredBox.of_whole("", flat), 0, flat.numel(), flat)
         finally:
             reader.close()
         return flat.as_strided(tensor.shape, tensor.strides).contiguous()

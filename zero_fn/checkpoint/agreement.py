@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_fn import errors
-from zero_fn.checkpoint.file_trade import trade_files
 from zero_fn.errors import CheckpointError, DisagreementError, LostRankError, ZeroError
 from zero_fn.transport.agree import digest
 from zero_fn.transport.rank0_messages import (
@@ -50,9 +48,9 @@ class RankMeeting:
     """All ranks of the program, or this process alone."""
 
     def __init__(self) -> None:
-        self._group = meeting_group()
+        self.group = meeting_group()
         self.rank, self.size = (
-            (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+            (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         )
 
     def agree(
@@ -74,7 +72,7 @@ class RankMeeting:
         ranks, and `same_names` on those that are replicas; `consequence` is what a failure
         elsewhere means here.
         """
-        if self._group is None:
+        if self.group is None:
             if failure is not None:
                 raise failure
             return Agreement(decide(), 0, 1, True)
@@ -87,7 +85,7 @@ class RankMeeting:
         rows = torch.empty(0, _MESSAGE_NBYTES, dtype=torch.uint8)
         try:
             heard = gather(
-                self._group, _message(_WELL if failure is None else _FAILED, *own), seconds
+                self.group, _message(_WELL if failure is None else _FAILED, *own), seconds
             )
             if self.rank == 0:
                 answers, failure = _answers([bytes(row.tolist()) for row in heard], failure, decide)
@@ -96,13 +94,13 @@ class RankMeeting:
             if self.rank == 0:
                 with suppress(LostRankError):  # those that are left need not wait
                     scatter(
-                        self._group,
+                        self.group,
                         _message(_FAILED, _failed(0, error)).repeat(self.size, 1),
                         seconds,
                     )
             raise
         # Rank 0 may wait as long for another.
-        answer = bytes(scatter(self._group, rows, 2 * seconds).tolist())
+        answer = bytes(scatter(self.group, rows, 2 * seconds).tolist())
         if failure is not None:
             raise failure
         said = answer[1:].rstrip(b"\0").decode(errors="ignore")
@@ -121,7 +119,7 @@ class RankMeeting:
     def from_first(self, values: Tensor) -> Tensor:
         """The values of rank 0, in memory of the host. A broadcast; waits."""
         values = values.detach().cpu().contiguous()
-        return values if self._group is None else broadcast(self._group, values.clone())
+        return values if self.group is None else broadcast(self.group, values.clone())
 
     def all_of(self, value: Any) -> list[Any]:
         """The values of all ranks, as JSON has them.
@@ -131,30 +129,20 @@ class RankMeeting:
         said = json.dumps(value, separators=(",", ":")).encode()
         return [
             json.loads(text)
-            for text in ([said] if self._group is None else all_of(self._group, said))
+            for text in ([said] if self.group is None else all_of(self.group, said))
         ]
-
-    def trade(
-        self, folder: Path, sends: Mapping[int, Iterable[str]], sources: Iterable[int]
-    ) -> None:
-        """Sends files of a folder to other ranks, and takes those that come from `sources`.
-
-        See `trade_files`.
-        """
-        if self._group is not None:
-            trade_files(self._group, folder, sends, sources)
 
     def union(self, bits: Sequence[bool]) -> list[bool]:
         """Which of these are true on any rank.
 
         Each rank sends rank 0 a byte for each of them, and gets one back; waits.
         """
-        if self._group is None or not bits:
+        if self.group is None or not bits:
             return list(bits)
-        rows = gather(self._group, torch.tensor(bits, dtype=torch.uint8), deadline())
+        rows = gather(self.group, torch.tensor(bits, dtype=torch.uint8), deadline())
         if self.rank == 0:
             rows = rows.amax(0).repeat(self.size, 1)
-        return [bool(bit) for bit in scatter(self._group, rows, 2 * deadline()).tolist()]
+        return [bool(bit) for bit in scatter(self.group, rows, 2 * deadline()).tolist()]
 
 
 def failure_of(act: Callable[[], object]) -> Exception | None:

@@ -24,7 +24,7 @@ from zero_fn.checkpoint.format.values import decoded
 from zero_fn.errors import CheckpointError
 from zero_fn.values.box import DEALT_RANKS
 
-__all__ = ["Catalog"]
+__all__ = ["OwnFolder"]
 
 _BOX = {"dtype": str, "shape": [int], "starts": [int], "sizes": [int], "offset": int, "xxh3": str}
 _FORM = {
@@ -39,7 +39,7 @@ _FORM = {
 }
 
 
-class Catalog(Contents):
+class OwnFolder(Contents):
     """A complete checkpoint of `zf.save`.
 
     Each rank that saved has written its part of the manifest (`rank-*.json`). A reader reads
@@ -50,15 +50,10 @@ class Catalog(Contents):
     """
 
     def __init__(
-        self,
-        path: Path,
-        rename: Callable[[str], str],
-        reader: tuple[int, int] = (0, 1),
-        open: Callable[[Path, int, int, str], TensorReader] = TensorReader,
+        self, path: Path, rename: Callable[[str], str], reader: tuple[int, int] = (0, 1)
     ) -> None:
-        """Reads parts of the manifest; `open` opens a file of tensors once it is read."""
+        """Reads parts of the manifest."""
         super().__init__(path, rename)
-        self._open = open
         manifest = read_manifest(path)
         self.ranks = manifest["ranks"]
         self._id = manifest["id"]
@@ -94,9 +89,9 @@ class Catalog(Contents):
                 for each in enumerate(part["files"].get(k, ()))
             ):
                 path = self.path / tensors_name(kind, rank, number)
-                opened = partial(self._open, path, info["begin"], info["nbytes"], info["xxh3"])
+                opened = partial(TensorReader, path, info["begin"], info["nbytes"], info["xxh3"])
                 pieces = [
-                    StoredBox.of_entry(name, entry, rank, opened)
+                    StoredBox.of_entry(name, entry, rank, opened, path)
                     for name, entry in info["tensors"].items()
                 ]
                 room = sum(piece.nbytes for piece in pieces)

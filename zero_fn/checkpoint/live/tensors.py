@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,24 @@ class HeldTensor:
     @property
     def is_in_memory(self) -> bool:
         return self.local is not None and not self.is_away
+
+    def own(self, ordinal: int, replica: int, replicas: int) -> tuple[Box, int] | None:
+        """What this rank writes of it, and the first of these elements in what the rank holds; None
+        if another writes it.
+
+        `ordinal` is its number among the tensors; of the ranks that have all of them this is the
+        one of number `replica`.
+        """
+        place = self.place
+        box: Box | None = place.box
+        if not self.is_buffer or place.replica is not None:
+            box = place.own(ordinal, self.dtype.itemsize, (replica, replicas))
+        elif replica:  # buffers of ranks may differ: rank 0 decides, as in training
+            return None
+        if box is None:
+            return None
+        rows = box.starts[0] - place.box.starts[0] if box.starts else 0
+        return box, rows * prod(box.sizes[1:])
 
     def read(self, first: int, last: int, window: ParcelWindow) -> Tensor:
         """Elements that this rank holds, in order, in memory of the host."""

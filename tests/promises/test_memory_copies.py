@@ -29,11 +29,10 @@ from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, Tower, noise
-from zero_fn.checkpoint.mirror import _Pace
-from zero_fn.checkpoint.mirrored import MARK
-from zero_fn.checkpoint.rank_meeting import RankMeeting
+from zero_fn.checkpoint.agreement import RankMeeting
+from zero_fn.checkpoint.rank_files import RankFiles
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.writing import Writing
+from zero_fn.checkpoint.shared_memory import MARK, memory_copies
 from zero_fn.integrations.states import save_states
 from zero_fn.local import folder_keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
@@ -72,13 +71,13 @@ def sums(model):
 def _copied(folder, steps, every=1):
     """Trains, with a copy of each step; what the model was after each, and where the copies are."""
     (model, optimizer), found = made(0), {}
-    mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=every)
+    copying = memory_copies(folder, model, optimizer, every=every)
     for step in range(1, steps + 1):
         trained(model, optimizer, step)
-        mirror.update(extra={"step": step})
+        copying.update(extra={"step": step})
         found[step] = sums(model)
     wait_for_saving()
-    return found, str(mirror.path)
+    return found, str(copying.path)
 
 
 def _resumed(folder):
@@ -122,12 +121,12 @@ def test_a_copy_is_resumed_on_any_number_of_ranks(ranks, tmp_path, before, after
 def test_the_newest_of_memory_and_disk_is_resumed(ranks, tmp_path):
     def run(folder):
         model, optimizer = made(0)
-        mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
+        copying = memory_copies(folder, model, optimizer, every=1)
         expected, got = [], []
         for step, how in enumerate(["memory", "disk", "memory", "both", "disk"], 1):
             trained(model, optimizer, step)
             if how != "disk":
-                mirror.update(extra={"step": step})
+                copying.update(extra={"step": step})
             if how != "memory":
                 zf.save(f"{folder}/step-{step}", model, optimizer, extra={"step": step})
             expected.append((step, sums(model)))
@@ -197,9 +196,9 @@ def test_a_copy_that_is_not_complete_is_not_used(kind, folder):
             is_saved or shutil.rmtree(f"{folder}/step-1")
         dist.barrier()
         if is_saved:
-            with pytest.warns(RuntimeWarning) if is_first and "part" not in kind else contextlib.nullcontext():
+            with pytest.warns(RuntimeWarning) if is_first and kind != "a part is missing" else contextlib.nullcontext():
                 assert _resumed(folder) == (1, found[1])
-        elif "part" in kind:
+        elif kind == "a part is missing":
             assert _resumed(folder) is None, "it was never complete"
         else:
             with pytest.raises((zf.errors.CheckpointError, zf.errors.StorageError)):
@@ -212,13 +211,13 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks, tmp_path)
     def endless(folder, seconds):
         model, optimizer = made(0)
         said = zf.resume(folder, model, optimizer)
-        mirror, first = zf.checkpoint.memory_copies(folder, model, optimizer, every=1), said["step"] if said else 0
+        copying, first = memory_copies(folder, model, optimizer, every=1), said["step"] if said else 0
         for step in itertools.count(first + 1):
             trained(model, optimizer, step)
-            mirror.update(extra={"step": step})
+            copying.update(extra={"step": step})
             if step == first + 3:
                 threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGKILL]).start()
-            Path(f"{folder}/done-{dist.get_rank()}").write_text(str(step - 1))  # the copy before this one is complete
+            Path(f"{folder}/done-{dist.get_rank()}").write_text(str(step))  # the copy is complete
 
     folder, found = tmp_path / "runs", dict[int, list[float]]()
     for number in range(6):
@@ -242,21 +241,20 @@ def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks, tmp_p
 
     def run(folder):
         model, optimizer = made(0)
-        mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
+        copying = memory_copies(folder, model, optimizer, every=1)
         trained(model, optimizer, 1)
         real, calls = RankMeeting.agree, []
 
         def agree(self, *args, **options):
             found = real(self, *args, **options)
             calls.append(found)
-            if len(calls) == 3 and dist.get_rank():  # begin, room, end
+            if len(calls) == 2 and dist.get_rank():  # begin, end
                 raise zf.errors.LostRankError("Rank 0 has ended.", fix="start all again")
             return found
 
-        with mock.patch.object(RankMeeting, "agree", agree):
-            mirror.update(extra={"step": 1})
-            with pytest.raises(zf.errors.LostRankError) if dist.get_rank() else contextlib.nullcontext():
-                wait_for_saving()
+        lost = pytest.raises(zf.errors.LostRankError) if dist.get_rank() else contextlib.nullcontext()
+        with mock.patch.object(RankMeeting, "agree", agree), lost:
+            copying.update(extra={"step": 1})
         dist.barrier()
         return _resumed(folder), sums(model)
 
@@ -268,13 +266,12 @@ def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks, 
     def run(folder):
         found, path = _copied(folder, 2)
         model, optimizer = made(0)
-        mirror = zf.checkpoint.memory_copies(folder, model, optimizer, every=1)
+        copying = memory_copies(folder, model, optimizer, every=1)
         real = os.pwrite
         fails = OSError(28, "No space left on device")
-        with mock.patch("os.pwrite", side_effect=fails if dist.get_rank() else real):
-            mirror.update(extra={"step": 9})
-            with pytest.raises(zf.errors.StorageError, match=r"No space left|failed on rank 1"):
-                mirror.update(extra={"step": 10})
+        full = mock.patch("os.pwrite", side_effect=fails if dist.get_rank() else real)
+        with full, pytest.raises(zf.errors.StorageError, match=r"No space left|failed on rank 1"):
+            copying.update(extra={"step": 9})
         dist.barrier()
         assert len(copies(path)) == 1, "what is not complete takes room"
         assert _resumed(folder) == (2, found[2])
@@ -285,26 +282,6 @@ def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks, 
 
 
 # -- how often ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("step_s", "copy_s", "thread_s", "on_cpu", "steps"), [
-    (0.5, 0.0499, 0.05, True, 10), (0.5, 0.0499, 0.05, False, 5), (10.0, 0.01, 0.0, True, 1), (0.01, 0.9999, 0.0, True, 5000),
-])  # fmt: skip
-def test_copies_take_their_share_of_the_time(step_s, copy_s, thread_s, on_cpu, steps):
-    pace, counts, every = _Pace(), list[int](), 1
-    with (
-        mock.patch("time.perf_counter", return_value=0.0) as now,
-        mock.patch("time.thread_time", return_value=thread_s),
-    ):
-        for cost_s in (9.0, copy_s, copy_s):  # the first one is slow
-            now.return_value += every * step_s
-            pace.begin(every)
-            every = pace.steps_until_next(0.02)
-            now.return_value += cost_s
-            pace.end(counts_threads=on_cpu)
-            pace.end_thread()
-            counts.append(every)
-    assert counts == [1, 1, steps]
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -318,47 +295,43 @@ def test_a_copy_every_so_many_steps_has_the_bytes_that_were_planned(every, folde
         assert zf.plan(model, mirror=True).mirror_nbytes == planned.mirror_nbytes
         model(torch.randn(2, 256)).sum().backward()
         optimizer.step()
-        mirror = zf.checkpoint.memory_copies(f"{folder}/{stage}", model, optimizer, every=every)
-        assert [mirror.update() for _ in range(5)] == [number % every == 0 for number in range(5)]
-        assert planned.mirror_nbytes == pytest.approx(mirror.nbytes, rel=0.01), stage
+        copying = memory_copies(f"{folder}/{stage}", model, optimizer, every=every)
+        assert [copying.update() for _ in range(5)] == [number % every == 0 for number in range(5)]
+        assert planned.mirror_nbytes == pytest.approx(copying.nbytes, rel=0.01), stage
+        copying.close()
 
 
-# -- one mirror of a folder ----------------------------------------------------------------------------------------------
+# -- one writer of a folder ----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_a_second_mirror_of_a_folder_is_refused_on_every_rank_until_the_first_is_gone(folder):
+def test_a_second_set_of_copies_of_a_folder_is_refused_on_every_rank_until_the_first_is_gone(folder):
     """The copies of two models would be taken for copies of one."""
     model, other = made(0)[0], made(1)[0]
-    first = [zf.checkpoint.memory_copies(folder, model, every=1)]
+    first = [memory_copies(folder, model, every=1)]
     for _ in range(2):
         with pytest.raises(zf.errors.StateError):
-            zf.checkpoint.memory_copies(folder, other, every=1)
+            memory_copies(folder, other, every=1)
         if dist.get_rank() == 1:
             first.clear()  # gone on one rank only: it hears that it is there on another
     dist.barrier()
     first.clear()
     for each in (other, model):
-        mirror = zf.checkpoint.memory_copies(folder, each, every=1)
-        mirror.update(extra={"step": 1})
-        mirror.close()
+        copying = memory_copies(folder, each, every=1)
+        copying.update(extra={"step": 1})
+        copying.close()
 
 
 def test_a_run_beside_it_in_the_same_folder_is_refused_and_one_after_it_is_not(tmp_path):
-    code = f"import zero_fn as zf; from torch import nn; m = zf.checkpoint.memory_copies({str(tmp_path)!r}, nn.Linear(2, 2)); "
+    copies = f"zf.checkpoint.memory_copies({str(tmp_path)!r}, nn.Linear(2, 2), every=1)"
+    code = f"import zero_fn as zf; from torch import nn; m = {copies}; "
     other = started(code + "import os; os.fork() or os.setsid(); print(1, flush=True); import time; time.sleep(60)")
     other.stdout.readline()
-    with refused("mirror_of_two_models"):
-        zf.checkpoint.memory_copies(tmp_path, nn.Linear(2, 2))
+    with refused("memory_copies_of_two_models"):
+        memory_copies(tmp_path, nn.Linear(2, 2), every=1)
     other.kill()  # the child that it has forked goes on
     other.wait()
-    zf.checkpoint.memory_copies(tmp_path, nn.Linear(2, 2)).close()
-
-
-def _without_room(folder):
-    small = mock.patch("os.statvfs", return_value=mock.Mock(f_bavail=2, f_frsize=4096))
-    with contextlib.closing(zf.checkpoint.memory_copies(folder, nn.Linear(64, 64))) as mirror, small:
-        mirror.update()
+    memory_copies(tmp_path, nn.Linear(2, 2), every=1).close()
 
 
 def _of_another_user():
@@ -370,28 +343,28 @@ def _of_another_user():
         path.unlink()
 
 
-test_refusals = refusals({"mirror_without_room": _without_room, "mirror_of_another_user": _of_another_user})
+test_refusals = refusals({"memory_copies_of_another_user": _of_another_user})
 
 
-@pytest.mark.parametrize("then", ["mirror", "save_states", "profile"])
+@pytest.mark.parametrize("then", ["memory_copies", "save_states", "profile"])
 def test_whatever_ranks_do_beside_a_save_in_the_background_it_is_complete(ranks, tmp_path, then):
     """Both send messages that differ in their order only."""
 
     def run(folder):
         model, optimizer = made(0)
-        real = Writing.write_rest
+        real = RankFiles.write_rest
 
-        def late(writing):
+        def late(files):
             time.sleep(0.5 * dist.get_rank())  # so that ranks do the rest in another order
-            real(writing)
+            real(files)
 
         profile = zf.profile(model, optimizer) if then == "profile" else contextlib.nullcontext()
-        with mock.patch.object(Writing, "write_rest", late):
+        with mock.patch.object(RankFiles, "write_rest", late):
             with profile:
                 trained(model, optimizer, 1)
                 zf.save(f"{folder}/step-1", model, optimizer, background=True)
-            if then == "mirror":
-                zf.checkpoint.memory_copies(folder, model, optimizer).close()
+            if then == "memory_copies":
+                memory_copies(folder, model, optimizer, every=1).close()
             elif then == "save_states":
                 save_states(Path(folder) / "states", [model], [])
             wait_for_saving()
