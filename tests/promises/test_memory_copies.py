@@ -290,14 +290,14 @@ def test_a_copy_every_so_many_steps_has_the_bytes_that_were_planned(every, folde
     for stage, place in STAGES.items():
         model = place(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), axis())
         optimizer = torch.optim.Adam(model.parameters())
-        planned = zf.plan(model, optimizer, mirror=True)
-        assert "mirror" in str(planned) and "mirror" not in str(zf.plan(model, optimizer))
-        assert zf.plan(model, mirror=True).mirror_nbytes == planned.mirror_nbytes
+        planned = zf.plan(model, optimizer, memory_copies=True)
+        assert "memory copies" in str(planned) and "memory copies" not in str(zf.plan(model, optimizer))
+        assert zf.plan(model, memory_copies=True).memory_copies_nbytes == planned.memory_copies_nbytes
         model(torch.randn(2, 256)).sum().backward()
         optimizer.step()
         copying = memory_copies(f"{folder}/{stage}", model, optimizer, every=every)
         assert [copying.update() for _ in range(5)] == [number % every == 0 for number in range(5)]
-        assert planned.mirror_nbytes == pytest.approx(copying.nbytes, rel=0.01), stage
+        assert planned.memory_copies_nbytes == pytest.approx(copying.nbytes, rel=0.01), stage
         copying.close()
 
 

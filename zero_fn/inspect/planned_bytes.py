@@ -99,7 +99,7 @@ class Plan:
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of
             a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
             than they rest in.
-        mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy
+        memory_copies_nbytes: With `memory_copies=True`, bytes that this rank writes into shared memory for a copy
             (`zf.checkpoint.memory_copies`). While one is made, the one before it is there, too.
             With several hosts as many go to the next one for each copy, and as many come from
             another.
@@ -114,7 +114,7 @@ class Plan:
     moved: Mapping[str, Moved]
     link: Link
     collectives: Mapping[str, int]
-    mirror_nbytes: int = 0
+    memory_copies_nbytes: int = 0
 
     @property
     def peak_nbytes(self) -> int:
@@ -157,9 +157,9 @@ class Plan:
         if self.link != NO_LINK:
             there, back = self.link
             rows.append(("link", there, f" to the device, {_mb(back)} from it per step"))
-        if self.mirror_nbytes:
+        if self.memory_copies_nbytes:
             rows.append(
-                ("mirror", self.mirror_nbytes, " a copy in shared memory, and to the next host")
+                ("memory copies", self.memory_copies_nbytes, " a copy in shared memory, and to the next host")
             )
         return "\n".join(f"{name:<10} {_mb(nbytes):>13}{more}" for name, nbytes, more in rows)
 
@@ -174,7 +174,7 @@ def plan(
     *,
     optimizer_nbytes_per_element: int | None = None,
     backwards: int = 1,
-    mirror: bool = False,
+    memory_copies: bool = False,
 ) -> Plan:
     """Predicts the bytes that this rank holds, sends, and moves from and to other tiers.
 
@@ -189,7 +189,7 @@ def plan(
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the
             default) for Adam in float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
-        mirror: Whether copies are kept in shared memory (`zf.checkpoint.memory_copies`).
+        memory_copies: Whether copies are kept in shared memory (`zf.checkpoint.memory_copies`).
 
     Returns:
         A `Plan`. The schedule is the one that was recorded in a forward; before the first forward,
@@ -269,12 +269,12 @@ def plan(
         },
         link=found.link,
         collectives=dict(+collectives),
-        mirror_nbytes=_copied_nbytes(
+        memory_copies_nbytes=_copied_nbytes(
             groups,
             None if optimizer is None else found.states_nbytes + found.tiers.total(),
             per_element,
         )
-        if mirror
+        if memory_copies
         else 0,
     )
 
