@@ -17,8 +17,8 @@ from tests.support.messages import refused
 from tests.support.models import Layer
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from zero_fn.monitor.names import NAMES
-from zero_fn.monitor.sink import split
+from zero_fn.monitor.sinks.outlet import split
+from zero_fn.monitor.sinks.prometheus import NAMES
 from zero_fn.monitor.spikes import Spike, Spikes
 from zero_fn.values import watching
 

@@ -4,6 +4,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from zero_fn.profiling import ranks as meeting
-from zero_fn.profiling.analysis import RankRecord, carried_of, wait_for_last
+from zero_fn.profiling import clock, host_clocks
 from zero_fn.profiling.clock import Collective, Mark
+from zero_fn.profiling.collectives import carried_of, overlap_of, wait_for_last
 from zero_fn.profiling.operations import peak_of
+from zero_fn.profiling.record import RankRecord, record_of
 from zero_fn.profiling.spans import Span, spans_of, steps_of
 from zero_fn.storage import Transfer
+from zero_fn.transport.rank0_messages import meeting_group
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment
 
@@ -193,8 +196,7 @@ def test_the_files_say_what_the_profile_says(folder):
     data = json.loads((out / "profile.json").read_text())
     assert data["numbers"] == profile.numbers and len(data["steps"]) == 6
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    page = (out / "profile.html").read_text()
-    assert "http" not in page and "all-gather of parameters of unit 4" in page
+    assert sorted(path.name for path in out.iterdir()) == ["profile.json", "timeline.png", "trace.json"]
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(tracks.values()) >= {"steps", "computation", "axis dp"}
@@ -206,6 +208,7 @@ def test_the_files_say_what_the_profile_says(folder):
     for ranges in slices.values():  # Perfetto drops slices that overlap in one track
         assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(sorted(ranges)))
     assert {"forward of 3", "backward of 3", "reduce-scatter of gradients of unit 3", "optimizer"} <= names
+    assert "all-gather of parameters of unit 4" in names
 
 
 @on_ranks(2)
@@ -213,9 +216,11 @@ def test_clocks_of_two_hosts_are_set_right():
     """Rank 1 has a clock of its own, 5 s ahead."""
     shift = 5_000_000_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "perf_counter_ns", lambda: time.perf_counter_ns() + dist.get_rank() * shift)
-        offsets = meeting.Ranks().offsets
-    if dist.get_rank() == 0:
+        patch.setattr(host_clocks, "perf_counter_ns", lambda: time.perf_counter_ns() + dist.get_rank() * shift)
+        offsets = host_clocks.clock_offsets(meeting_group())
+    if dist.get_rank():
+        assert offsets == []
+    else:
         assert offsets[0] == 0 and abs(offsets[1] - shift) < 100_000_000
 
 
@@ -239,7 +244,6 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     """Clocks that were closed in the order of opening left the DataLoader patched, and marks were collected for ever."""
     model, optimizer = built()
     loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8)
-    before = type(iter(loader)).__next__
     metrics = zf.metrics(model, optimizer, every=2)
     profile = zf.profile(model, optimizer).__enter__()
     found = {}
@@ -252,13 +256,43 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     assert len(found["zero_fn_step_seconds"]) == len(found["zero_fn_data_seconds"]) == 2
     assert len(profile.steps) == 2 * dist.get_world_size()
     assert all(each.parts["data"] > 0 for each in profile.steps)
-    assert watching.watchers == () and type(iter(loader)).__next__ is before
-    seen = len(metrics._state.reader.marks)
+    assert watching.watchers == ()
+    seen = len(metrics._tally.reader.marks)
     for _ in loader:
         pass
     step(model, optimizer)
-    assert len(metrics._state.reader.marks) == seen, "a reader that is closed hears nothing"
+    assert len(metrics._tally.reader.marks) == seen, "a reader that is closed hears nothing"
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_two_that_look_on_a_device_see_its_one_peak_and_leave_it(monkeypatch):
+    """Each clock reset the peak of CUDA: the other one read what was in use, and that of the program was gone."""
+
+    class Event(SimpleNamespace):
+        at_ms = 0.0
+
+        def elapsed_time(self, later):
+            return later.at_ms - self.at_ms
+
+    def event(_):
+        Event.at_ms += 1.0
+        return Event(at_ms=Event.at_ms, query=lambda: True, synchronize=lambda: None)
+
+    stats = {"allocated_bytes.all.current": 3, "allocated_bytes.all.peak": 9}
+    device = SimpleNamespace(current_stream=lambda: None, memory_stats=lambda: stats)  # it has nothing to reset
+    monkeypatch.setattr(torch, "accelerator", device)
+    monkeypatch.setattr(clock, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(clock, "_event", event)
+    readers = [clock.Reader(nn.Linear(2, 2), None) for _ in range(2)]
+    watching.watchers[-1].note(Moment.BACKWARD)
+    for reader in readers:
+        reader.close()
+    for reader in readers:
+        taken = reader.resolve(reader.take())
+        assert [mark.moment for mark in taken.marks] == [Moment.STEPPED, Moment.BACKWARD]
+        assert [mark.allocated for mark in taken.marks] == [(3, 9)] * 2
+        assert record_of(taken, on_device=True, first=0).more["phases"]["peak"] == {"device": 9}
+    assert watching.watchers == ()
 
 
 @pytest.mark.parametrize(
@@ -310,6 +344,15 @@ def test_two_collectives_at_once_share_a_link():
         spans = [Span(each.begin_ns, each.end_ns, "communication", "", "", each) for each in ways]
         records.append(RankRecord(rank, [spans], {}))
     assert carried_of(records, wait_for_last(records)) == {"dp": pytest.approx(3000 / 0.010)}
+
+
+def test_overlap_counts_each_moment_once_and_only_inside_the_steps():
+    """Collectives at 0 to 8 ms and 4 to 10 ms of steps that begin at 2 ms; computation at 6 to 9 ms."""
+    ways = [Collective("", "all-gather", "", "dp", 2, 8, begin, end) for begin, end in ((0, 8), (4, 10), (9, 0))]
+    waits = [Span(2, 3, "communication", "", "", each) for each in ways]
+    spans = [*waits, Span(6, 9, "compute", "forward", "", None), Span(9, 12, "other", "", "", None)]
+    assert overlap_of(RankRecord(0, [spans], {})) == 3 / 8
+    assert overlap_of(RankRecord(0, [spans[-2:]], {})) is None
 
 
 # -- spans ---------------------------------------------------------------------------------------------------------------

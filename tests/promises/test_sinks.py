@@ -4,14 +4,11 @@ Sinks over libraries that the tests of every day lack are in `tests/outside/inte
 """
 
 import csv
-import http.server
 import json
 import math
 import re
 import resource
-import threading
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -22,10 +19,9 @@ from tests.support.messages import refusals, refused
 from tests.units.storage.disks import limited
 from zero_fn import errors
 from zero_fn.errors import ConfigError
-from zero_fn.monitor import Csv, JsonLines, Prometheus, sink_of
-from zero_fn.monitor.names import COUNTERS, GAUGES, HISTOGRAMS, NAMES
-from zero_fn.monitor.prometheus import BUCKETS
-from zero_fn.monitor.sink import split
+from zero_fn.monitor import Csv, JsonLines, Print, Prometheus, sink_of
+from zero_fn.monitor.sinks.outlet import split
+from zero_fn.monitor.sinks.prometheus import BUCKETS, NAMES
 
 NUMBERS = {
     "zero_fn_steps_total": 3,
@@ -88,27 +84,30 @@ def _answer(sink):
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_those_of_prometheus_and_say_their_kind():
-    assert len(NAMES) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
+def _kinds():
+    """The kind of each number, as the guide has it."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "monitoring.md").read_text()
+    return dict(re.findall(r"^\| `(zero_fn_\w+).*?` \| (counter|histogram|gauge) \|", guide, re.MULTILINE))
+
+
+def test_the_guide_has_each_name_and_its_kind():
+    kinds = _kinds()
+    assert sorted(kinds) == sorted(NAMES)
     assert all(name.startswith("zero_fn_") and split(name) == (name, {}) for name in NAMES)
-    assert {name for name in NAMES if name.endswith("_total")} == COUNTERS.keys()
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
 
 
 def test_rules_and_the_dashboard_ask_for_these_names_alone():
+    histograms = [name for name, kind in _kinds().items() if kind == "histogram"]
     for name in ("rules.yml", "dashboard.json"):
         text = (Path(__file__).parents[2] / "examples" / "monitoring" / name).read_text()
         asked = {re.sub("(_seconds)_(bucket|sum|count)$", r"\1", each) for each in re.findall(r"\bzero_fn_\w+", text)}
         assert len(asked) > 15
         assert asked <= NAMES.keys()
-        assert not [each for each in HISTOGRAMS if re.search(rf"\b{each}\b", text)], (
+        assert not [each for each in histograms if re.search(rf"\b{each}\b", text)], (
             "a histogram has no number of its own"
         )
     assert {1.0, 5.0} <= set(BUCKETS), "the bounds of alerts"
-
-
-def test_the_guide_has_each_name_and_no_other():
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "monitoring.md").read_text()
-    assert sorted(re.findall(r"^\| `(zero_fn_\w+)", guide, re.MULTILINE)) == sorted(NAMES)
 
 
 def test_a_key_is_a_name_and_labels():
@@ -232,48 +231,31 @@ def test_a_text_file_is_whole_at_every_moment(tmp_path):
     assert [found.name for found in tmp_path.iterdir()] == ["zero_fn.prom"]
 
 
-@contextmanager
-def _gateway(port=0):
-    """A pushgateway: its port, and what was pushed, with the path."""
-    pushed = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_PUT(self):
-            pushed.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_): ...
-
-    server = http.server.HTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
-    try:
-        yield server.server_port, pushed
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+# -- lines of text ---------------------------------------------------------------------------------------------------
 
 
-def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr("zero_fn.monitor.sink.time.monotonic", lambda: now)
-    with _gateway() as (port, _):
-        pass
-    sink = Prometheus(gateway=f"http://127.0.0.1:{port}", labels={"job_name": "llama"})
-    with pytest.warns(UserWarning, match=f"Prometheus lost numbers on their way to http://127.0.0.1:{port}"):
-        sink.log(1, NUMBERS)
-    with _gateway(port) as (_, pushed):
-        now += 59
-        sink.log(2, NUMBERS)
-        assert (pushed, sink.lost) == ([], 2)
-        now += 2
-        sink.log(3, NUMBERS | {"zero_fn_steps_total": 9})
-    ((path, text),) = pushed
-    assert path == "/metrics/job/zero_fn/job_name/llama", "the group of its labels"
-    assert _scraped(text)["zero_fn_steps_total", ""] == 9
-    assert sink.lost == 2
+def test_a_line_has_what_is_known(capsys):
+    numbers = NUMBERS | {
+        "zero_fn_skipped_steps_total": 1,
+        'zero_fn_learning_rate{group="0"}': 0.02,
+        'zero_fn_learning_rate{group="1"}': 0.1,
+        "zero_fn_grad_norm": 0.8,
+        "zero_fn_loss_scale": 65536.0,
+        "zero_fn_samples_per_second": 12.0,
+        "zero_fn_forward_seconds": [0.25, 0.75],
+        'zero_fn_memory_bytes{tier="host"}': 1e6,
+    }
+    with Print(every=2, memory=True, more=lambda: "and more") as sink:
+        sink.log(1, numbers)
+        sink.log(2, numbers)
+    with Print() as sink:
+        sink.log(3, {})
+    line, bare = capsys.readouterr().out.splitlines()
+    assert line == (
+        "step 2: 1 skipped, learning rate 0.02, 0.1, loss 2.5, gradient norm 0.8, loss scale 65536, 12.0 samples/s, "
+        "forward 500.00 ms, memory_bytes/host 1000000, and more"
+    )
+    assert bare == "step 3: 0 skipped"
 
 
 # -- any sink --------------------------------------------------------------------------------------------------------
@@ -295,9 +277,8 @@ def test_words_of_a_command_line_are_sinks(tmp_path):
             assert isinstance(sink, Prometheus)
             sink.log(1, {"zero_fn_loss": 1.0})
     assert "zero_fn_loss 1.0" in (tmp_path / "a.prom").read_text()
-    with _gateway() as (port, pushed):
-        sink_of(f"prometheus:http://127.0.0.1:{port}").log(1, NUMBERS)
-    assert len(pushed) == 1
+    with pytest.raises(ConfigError):
+        sink_of("prometheus:http://gateway:9091")
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

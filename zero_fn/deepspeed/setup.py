@@ -139,7 +139,7 @@ class DeepSpeedSetup(Generic[M]):
         self.skipped_steps = skipped
         self.micro_steps = steps * self.accumulation_steps
         if self.reporter is not None:
-            self.reporter.resume(steps)
+            self.reporter.resume(steps, skipped)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -198,9 +198,7 @@ class DeepSpeedSetup(Generic[M]):
         self.skipped_steps += not is_taken
         if self.reporter is not None:
             samples = self.micro_batch_size * self.accumulation_steps * self.mesh.size()
-            self.reporter.step(
-                samples=samples, norm=self.norm, scaler=self.scaler, skipped=self.skipped_steps
-            )
+            self.reporter.step(samples=samples, norm=self.norm, scaler=self.scaler)
         return self.norm
 
     def _shared(self, own: Tensor) -> float:

@@ -99,10 +99,10 @@ class Plan:
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of
             a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
             than they rest in.
-        memory_copies_nbytes: With `memory_copies=True`, bytes that this rank writes into shared memory for a copy
-            (`zf.checkpoint.memory_copies`). While one is made, the one before it is there, too.
-            With several hosts as many go to the next one for each copy, and as many come from
-            another.
+        memory_copies_nbytes: With `memory_copies=True`, bytes that this rank writes into shared
+            memory for a copy (`zf.checkpoint.memory_copies`). While one is made, the one before it
+            is there, too. With several hosts as many go to the next one for each copy, and as many
+            come from another.
     """
 
     device_type: str
@@ -159,7 +159,11 @@ class Plan:
             rows.append(("link", there, f" to the device, {_mb(back)} from it per step"))
         if self.memory_copies_nbytes:
             rows.append(
-                ("memory copies", self.memory_copies_nbytes, " a copy in shared memory, and to the next host")
+                (
+                    "memory copies",
+                    self.memory_copies_nbytes,
+                    " a copy in shared memory, and to the next host",
+                )
             )
         return "\n".join(f"{name:<10} {_mb(nbytes):>13}{more}" for name, nbytes, more in rows)
 
@@ -200,7 +204,8 @@ def plan(
     Raises:
         StateError: `module` was not transformed, or both an optimizer and its
             bytes per element were given.
-        LayoutError: Parameters would travel as differences (`zf.wire.delta4`), and no rank keeps any.
+        LayoutError: Parameters would travel as differences (`zf.wire.delta4`), and no rank keeps
+            any.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     units = units_of(module)

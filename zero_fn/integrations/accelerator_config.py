@@ -232,7 +232,7 @@ class AcceleratorConfig:
                     model for model in accelerator._models if zf.inspect.is_transformed(model)
                 )
                 self._reporter = Reporter(
-                    settings.reporting, model, optimizer.optimizer, self.steps
+                    settings.reporting, model, optimizer.optimizer, self.steps, self.skipped
                 )
         type(optimizer).step(optimizer, closure)
         if accelerator.scaler is not None:
@@ -246,9 +246,7 @@ class AcceleratorConfig:
             samples = (
                 settings.micro_batch_size * settings.accumulation_steps * accelerator.num_processes
             )
-            self._reporter.step(
-                samples=samples, norm=None, scaler=accelerator.scaler, skipped=self.skipped
-            )
+            self._reporter.step(samples=samples, norm=None, scaler=accelerator.scaler)
 
 
 def _auto_of(

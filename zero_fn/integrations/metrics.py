@@ -12,7 +12,7 @@ from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.integrations.accelerate import bare
 from zero_fn.monitor.metrics import Metrics
-from zero_fn.monitor.sink import flat
+from zero_fn.monitor.sinks.outlet import flat
 
 __all__ = ["LogsMetrics", "ReportsCallback"]
 
@@ -83,7 +83,11 @@ class ReportsCallback(TrainerCallback):
         self.on_train_end(args, state, control)  # a training before it may have raised
         optimizer = bare(self._trainer.optimizer)
         self._reporter = Reporter(
-            self._settings.reporting, self._trainer.model, optimizer, state.global_step
+            self._settings.reporting,
+            self._trainer.model,
+            optimizer,
+            state.global_step,
+            self._trainer.skipped_steps,
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -91,8 +95,8 @@ class ReportsCallback(TrainerCallback):
         samples = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
-        scaler, skipped = self._trainer.accelerator.scaler, self._trainer.skipped_steps
-        self._reporter.step(samples=samples, norm=None, scaler=scaler, skipped=skipped)
+        scaler = self._trainer.accelerator.scaler
+        self._reporter.step(samples=samples, norm=None, scaler=scaler)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._reporter is not None:

@@ -1,22 +1,21 @@
 """What a run says of itself while it runs, and where it goes.
 
-metrics       `zf.metrics`: the numbers of a run; tally, memory and spikes are parts of it
-names         the numbers: names, units, meanings
-sink          the protocol of sinks, and what ours do on a full disk or without their server
-lines         files of whole lines
-csv, json_lines, tensorboard, prometheus, wandb, mlflow, comet   a sink each
-sink_of       a sink by a word of a command line
+metrics         `zf.metrics`: the numbers of a run
+spikes          gradients that are not finite, and numbers that leap
+gradient_norm   the norm of all gradients
+memory          bytes of memory by tier
+sinks           where numbers go: files, Prometheus, TensorBoard, W&B, MLflow, Comet
 """
 
-from zero_fn.monitor.comet import Comet
-from zero_fn.monitor.csv import Csv
-from zero_fn.monitor.json_lines import JsonLines
-from zero_fn.monitor.mlflow import MLflow
-from zero_fn.monitor.prometheus import Prometheus
-from zero_fn.monitor.sink import Numbers, Sink
-from zero_fn.monitor.sink_of import sink_of
-from zero_fn.monitor.tensorboard import TensorBoard
-from zero_fn.monitor.wandb import WandB
+from zero_fn.monitor.sinks.comet import Comet
+from zero_fn.monitor.sinks.line_files import Csv, JsonLines
+from zero_fn.monitor.sinks.mlflow import MLflow
+from zero_fn.monitor.sinks.outlet import Numbers
+from zero_fn.monitor.sinks.print import Print
+from zero_fn.monitor.sinks.prometheus import Prometheus
+from zero_fn.monitor.sinks.sink import Sink, sink_of
+from zero_fn.monitor.sinks.tensorboard import TensorBoard
+from zero_fn.monitor.sinks.wandb import WandB
 
 __all__ = [
     "Comet",
@@ -24,6 +23,7 @@ __all__ = [
     "JsonLines",
     "MLflow",
     "Numbers",
+    "Print",
     "Prometheus",
     "Sink",
     "TensorBoard",

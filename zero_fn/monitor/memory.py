@@ -12,7 +12,7 @@ import torch
 from zero_fn.inspect.memory import MemoryUse
 from zero_fn.profiling.clock import resident_nbytes
 from zero_fn.storage.host_memory import available
-from zero_fn.values.tiers import is_accelerator
+from zero_fn.values.tiers import is_accelerator, is_disk
 
 __all__ = ["memory_numbers"]
 
@@ -25,23 +25,23 @@ def memory_numbers(device_type: str, held: MemoryUse, paths: Iterable[str]) -> d
 
     Free is what this process may still take.
     """
-    found: dict[str, float] = {}
-
-    def note(tier: str, used: float, limit: float, free: float) -> None:
-        for name, nbytes in (("memory", used), ("memory_limit", limit), ("memory_free", free)):
-            found[f'zero_fn_{name}_bytes{{tier="{tier}"}}'] = float(nbytes)
-
-    note("host", resident_nbytes(), _limit_of_host(), available().nbytes)
+    rows = {"host": (resident_nbytes(), _limit_of_host(), available().nbytes)}
     if is_accelerator(device_type):
         with suppress(RuntimeError):  # a device may not tell
             free, limit = torch.accelerator.get_memory_info()
-            note("device", torch.accelerator.memory_allocated(), limit, free)
-    disks = {os.stat(path).st_dev: os.statvfs(path) for path in paths}
+            rows["device"] = torch.accelerator.memory_allocated(), limit, free
+    disks = {os.stat(path).st_dev: os.statvfs(path) for path in paths}.values()
     if disks:
-        used = sum(nbytes for tier, nbytes in held.tiers.items() if tier.startswith("nvme("))
-        limit = sum(disk.f_blocks * disk.f_frsize for disk in disks.values())
-        note("disk", used, limit, sum(disk.f_bavail * disk.f_frsize for disk in disks.values()))
-    return found
+        rows["disk"] = (
+            sum(nbytes for tier, nbytes in held.tiers.items() if is_disk(tier)),
+            sum(disk.f_blocks * disk.f_frsize for disk in disks),
+            sum(disk.f_bavail * disk.f_frsize for disk in disks),
+        )
+    return {
+        f'{name}_bytes{{tier="{tier}"}}': float(nbytes)
+        for tier, row in rows.items()
+        for name, nbytes in zip(("memory", "memory_limit", "memory_free"), row, strict=True)
+    }
 
 
 def _limit_of_host() -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from math import isfinite, nan
-from statistics import median
+from math import nan
+from statistics import fmean, median
 from time import monotonic
 from typing import Any, Literal, Self
 
@@ -23,14 +22,14 @@ from zero_fn.errors import LayoutError
 from zero_fn.inspect.memory import memory
 from zero_fn.monitor.gradient_norm import clip_grad_norm
 from zero_fn.monitor.memory import memory_numbers
-from zero_fn.monitor.sink import Numbers, Sink
-from zero_fn.monitor.sink_of import sink_of
+from zero_fn.monitor.sinks.outlet import Numbers
+from zero_fn.monitor.sinks.sink import Sink, sink_of
 from zero_fn.monitor.spikes import Spike, Spikes
-from zero_fn.monitor.tally import Tally
 from zero_fn.profiling.clock import Reader, Taken
+from zero_fn.profiling.spans import spans_of
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.transport.agree import Bits
-from zero_fn.transport.line import Line
+from zero_fn.transport.traffic import PAYLOAD
 from zero_fn.values import watching
 from zero_fn.values.chained_optimizer import Optimizers, as_one, members_of
 from zero_fn.values.tiers import Nvme
@@ -42,6 +41,16 @@ Answer = Literal["report", "skip", "load"]
 
 _ANSWERS = ("report", "skip", "load")
 _LATE = 2  # steps of a device that may be under way before the host waits for the first
+
+_BY_KIND = {"all-gather": "gather", "reduce-scatter": "reduce", "all-to-all": "reduce"}
+_NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer_step",
+    "data": "data",
+    "copies": "tier_wait",
+}
+"""Of seconds, by the phase or the part of a step."""
 
 _log = logging.getLogger("zero_fn")
 
@@ -75,32 +84,44 @@ class Metrics:
         self.skipped = 0
         self.spikes: deque[Spike] = deque(maxlen=100)
         self.loaded: dict[str, Any] | None = None
+        self._model = model
+        self._optimizer = as_one(optimizer)
         self._line = runs_of(model, verb="metrics")[0].transport
         self._logs = every_rank or not dist.is_initialized() or dist.get_rank() == 0
         chosen = sinks if self._logs else [sink for sink in sinks if not isinstance(sink, str)]
         self._sinks = [sink_of(sink) if isinstance(sink, str) else sink for sink in chosen]
         self._every = every
-        self._norm = norm
+        self._measures_norm = norm
         self._on_spike = on_spike
         self._folder = checkpoints
-        self._state = _State(model, as_one(optimizer))
         self._counts = Counter[str]()
         self._watch = Spikes() if on_spike is not None else None
-        before = [
-            each.register_step_pre_hook(lambda each, *_: self._before_step(each))
-            for each in members_of(self._state.optimizer)
+        self._paths = {
+            path
+            for home in {slot.home.tiers for unit in units_of(model) for slot in unit.slots}
+            for tier in (home.params, home.grads, home.optim)
+            if isinstance(tier, Nvme)
+            for path in tier.paths
+        }
+        # Of the step that is made now.
+        self._is_stepped = self._is_dropped = self._loads = False
+        self._norm: float | None = None
+        self._overflow: Tensor | None = None  # under a `GradScaler`
+        self._overflows: list[Tensor] = []  # of the steps before, since the last report
+        self._tally = _Tally(model, self._optimizer)
+        self._undo: list[Callable[[], object]] = [
+            each.register_step_pre_hook(lambda each, *_: self._before_step(each)).remove
+            for each in members_of(self._optimizer)
         ]
-        self._undo: list[Callable[[], object]] = [each.remove for each in before]
         if self._watch is not None:
             watching.look(self._watch)
-            self._undo.append(lambda watch=self._watch: watching.look_away(watch))  # type: ignore[misc]
 
     def step(
         self,
         loss: Tensor | float | None = None,
         *,
-        tokens: int = 0,
-        samples: int = 0,
+        tokens: float = 0,
+        samples: float = 0,
         grad_norm: Tensor | float | None = None,
         scaler: Any = None,
     ) -> Numbers:
@@ -110,7 +131,7 @@ class Metrics:
 
         Args:
             loss: Of this rank; the mean over ranks is reported.
-            tokens, samples: Of this step on this rank.
+            tokens, samples: Of this step on this rank; of samples that ranks share, its part.
             grad_norm: The norm of all gradients, of a clipping;
                 else it is measured in the steps that are reported.
             scaler: A `torch.amp.GradScaler`, whose scale is reported.
@@ -125,16 +146,19 @@ class Metrics:
                 a spike (`on_spike="load"`).
         """
         self.steps += 1
-        state = self._state
-        state.end_step()
-        self.skipped += not state.is_stepped or state.is_dropped
+        seconds = self._tally.end_step()
+        self._tally.tokens += tokens
+        self._tally.samples += samples
+        if self._overflow is not None:
+            self._overflows.append(self._overflow)
+            self._overflow = None
+        self.skipped += not self._is_stepped or self._is_dropped
         if self._watch is not None:
-            self._look_after_step(loss)
-        state.tally.done.update(tokens=tokens, samples=samples)
-        state.is_stepped = state.is_dropped = state.is_overflow_known = False
+            self._look_after_step(seconds, loss)
+        self._is_stepped = self._is_dropped = False
         if self.steps % self._every:
             return {}
-        found = self._found(loss, state.norm if grad_norm is None else _number(grad_norm), scaler)
+        found = self._found(loss, self._norm if grad_norm is None else _number(grad_norm), scaler)
         for sink in self._sinks if self._logs else ():
             sink.log(self.steps, found)
         return found
@@ -142,8 +166,10 @@ class Metrics:
     def close(self) -> None:
         """Looks on no more, and closes the sinks that can be closed."""
         undo, self._undo = self._undo, []
-        for each in (*undo, self._state.reader.close):
+        for each in (*undo, self._tally.reader.close):
             each()
+        if self._watch is not None:
+            watching.look_away(self._watch)
         for sink in self._sinks:
             getattr(sink, "close", lambda: None)()
 
@@ -157,47 +183,48 @@ class Metrics:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Gradients are reduced, and an optimizer is about to use them."""
-        state = self._state
         # Set by a scaler: a fused step leaves itself out.
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None:
-            others = state.overflows.pop() if state.is_overflow_known else 0
-            state.overflows.append(overflow + others)
-            state.is_overflow_known = True
-        if state.is_stepped:  # by another optimizer
+            self._overflow = overflow + (0 if self._overflow is None else self._overflow)
+        if self._is_stepped:  # by another optimizer
             return
-        state.is_stepped, state.norm = True, None
-        if self._norm and (self._watch is not None or not (self.steps + 1) % self._every):
+        self._is_stepped, self._norm = True, None
+        if self._measures_norm and (self._watch is not None or not (self.steps + 1) % self._every):
             # Set by a scaler: a fused step divides by it.
             scale = getattr(optimizer, "grad_scale", None)
-            norm = float(clip_grad_norm(state.parameters(), None))
-            state.norm = norm / (1.0 if scale is None else float(scale))
+            norm = float(clip_grad_norm(self._parameters(), None))
+            self._norm = norm / (1.0 if scale is None else float(scale))
         # An overflow is what a scaler looks for.
-        if self._watch is not None and state.norm is not None and not overflow:
-            spike = self._watch.look_at(self.steps, "gradient", state.norm, self._line)
+        if self._watch is not None and self._norm is not None and not overflow:
+            spike = self._watch.look_at(self.steps, "gradient", self._norm, self._line)
             if spike is not None and self._answer(spike) != "report":
-                state.is_dropped = True
-                for parameter in state.parameters():
+                self._is_dropped = True
+                for parameter in self._parameters():
                     parameter.grad = None
 
-    def _look_after_step(self, loss: Tensor | float | None) -> None:
+    def _parameters(self) -> list[Tensor]:
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def _look_after_step(self, seconds: float, loss: Tensor | float | None) -> None:
         assert self._watch is not None
-        state, step = self._state, self.steps - 1
+        step = self.steps - 1
         self._watch.forget()
-        found = [self._watch.look_at(step, "step", state.seconds)] if state.seconds else []
-        if loss is not None:
-            found.append(self._watch.look_at(step, "loss", _number(loss)))
-        for spike in found:
-            if spike is not None and not (
-                spike.what == "loss" and self.spikes and self.spikes[-1].step == step
-            ):
-                self._answer(spike)  # its gradients have told of a loss already
+        if seconds and (spike := self._watch.look_at(step, "step", seconds)):
+            self._answer(spike)
+        # Its gradients may have told of a loss already.
+        if (
+            loss is not None
+            and (spike := self._watch.look_at(step, "loss", _number(loss)))
+            and not (self.spikes and self.spikes[-1].step == step)
+        ):
+            self._answer(spike)
         if self._folder is None:
             return
-        loads, state.loads = state.loads, False
+        loads, self._loads = self._loads, False
         # All ranks decide together, because losses differ between ranks.
         if Bits(self._line, [loads], "whether to load a checkpoint").read()[0]:
-            self.loaded = load(self._folder, state.model, state.optimizer)
+            self.loaded = load(self._folder, self._model, self._optimizer)
             _log.warning("loaded the last checkpoint of %s", self._folder)
 
     def _answer(self, spike: Spike) -> Answer:
@@ -206,8 +233,8 @@ class Metrics:
             answer = "report"
         _require_answer(answer, self._folder)
         self.spikes.append(spike)
-        self._counts["spikes_total" if isfinite(spike.value) else "not_finite_total"] += 1
-        self._state.loads |= answer == "load"
+        self._counts["spikes_total" if spike.is_finite else "not_finite_total"] += 1
+        self._loads |= answer == "load"
         _log.warning("%s: %s", spike, answer)
         return answer  # type: ignore[no-any-return]
 
@@ -216,11 +243,10 @@ class Metrics:
     def _found(
         self, loss: Tensor | float | None, norm: float | None, scaler: Any
     ) -> dict[str, Any]:
-        state = self._state
-        self.skipped += sum(map(bool, state.overflows))  # the host waits for the device here
-        state.overflows.clear()
+        self.skipped += sum(map(bool, self._overflows))  # the host waits for the device here
+        self._overflows.clear()
         found: dict[str, Any] = {"steps_total": self.steps, "skipped_steps_total": self.skipped}
-        for number, group in enumerate(state.optimizer.param_groups):
+        for number, group in enumerate(self._optimizer.param_groups):
             if "lr" in group:
                 found[f'learning_rate{{group="{number}"}}'] = float(group["lr"])
         if norm is not None:
@@ -230,90 +256,124 @@ class Metrics:
             found["loss_scale_at_minimum"] = float(scale <= 1.0)
         if self._watch is not None:
             found |= {name: self._counts[name] for name in ("spikes_total", "not_finite_total")}
-        found |= state.compared(self._line, None if loss is None else _number(loss))
-        found |= state.report()
-        return {f"zero_fn_{name}": value for name, value in found.items()} | state.memory()
-
-
-class _State:
-    """What is known of the steps since the last report."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        slots = [slot for unit in units_of(model) for slot in unit.slots]
-        self.device_type = next(
-            (s.kind.device_type for s in slots if s.kind.device_type != "meta"), "cpu"
+        found |= self._compared(None if loss is None else _number(loss)) | self._tally.report()
+        found |= memory_numbers(
+            self._tally.reader.device_type, memory(self._model, self._optimizer), self._paths
         )
-        tiers = [
-            (home.params, home.grads, home.optim) for home in {slot.home.tiers for slot in slots}
-        ]
-        self._paths = {
-            path for each in tiers for tier in each if isinstance(tier, Nvme) for path in tier.paths
-        }
-        self.tally = Tally()
-        self._taken = deque[Taken]()
-        self.norm: float | None = None
-        self.overflows: list[Tensor] = []  # of steps under a `GradScaler`
-        self.seconds = 0.0  # of the last step whose times are known
-        self.is_stepped = self.is_dropped = self.loads = False
-        self.is_overflow_known = False  # whether the last of the overflows is of this step
-        self.reader = Reader(self.device_type, optimizer)
+        return {f"zero_fn_{name}": value for name, value in found.items()}
 
-    def parameters(self) -> list[Tensor]:
-        """Those of the optimizer."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def end_step(self) -> None:
-        """Takes what was noted. Of a device that is behind, the steps that it has ended."""
-        reader = self.reader
-        reader.note(Moment.STEPPED)
-        self._taken.append(reader.take())
-        self.seconds = 0.0
-        while self._taken and (reader.is_done(self._taken[0]) or len(self._taken) > _LATE):
-            taken = reader.resolve(self._taken.popleft())
-            self.seconds = self.tally.add(taken, on_device=reader.on_device)
-
-    def compared(self, line: Line, loss: float | None) -> dict[str, float]:
+    def _compared(self, loss: float | None) -> dict[str, float]:
         """What ranks say together: the mean loss, rates, and the slowest. A collective."""
-        own = sum(self.tally.beside) / max(1, len(self.tally.beside))
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        message = struct.pack(
-            "5d",
-            rank,
-            own,
+        tally, line = self._tally, self._line
+        own = [
+            dist.get_rank() if dist.is_initialized() else 0,
+            fmean(tally.beside or [0.0]),
             nan if loss is None else loss,
-            self.tally.done["tokens"],
-            self.tally.done["samples"],
-        )
-        rows = [message]
-        if line.size > 1:
-            sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(line.device)
-            rows = [row.numpy().tobytes() for row in line.exchange(sent, "metrics")]
-        numbers = (struct.unpack("5d", row) for row in rows)
-        ranks, seconds, losses, tokens, samples = zip(*numbers, strict=True)
+            tally.tokens,
+            tally.samples,
+        ]
+        sent = torch.tensor(own, dtype=torch.float64, device="cpu").view(torch.uint8)
+        rows = line.exchange(sent, "metrics").view(torch.float64).tolist()
+        ranks, seconds, losses, tokens, samples = zip(*rows, strict=True)
         found = {"ranks": float(len(rows))}
         if loss is not None:
-            found["loss"] = sum(losses) / len(losses)
+            found["loss"] = fmean(losses)
         for name, counts in (("tokens", tokens), ("samples", samples)):
             if any(counts):
-                found[f"{name}_per_second"] = sum(counts) / self.tally.age_s
+                found[f"{name}_per_second"] = sum(counts) / tally.age_s
         if len(rows) > 1:
-            slowest = max(range(len(rows)), key=seconds.__getitem__)
-            others = [each for at, each in enumerate(seconds) if at != slowest]
-            found |= {
-                "slowest_rank": ranks[slowest],
-                "slowest_rank_excess_seconds": seconds[slowest] - median(others),
-            }
+            slowest = seconds.index(max(seconds))
+            others = seconds[:slowest] + seconds[slowest + 1 :]
+            found["slowest_rank"] = ranks[slowest]
+            found["slowest_rank_excess_seconds"] = seconds[slowest] - median(others)
         return found
 
-    def report(self) -> dict[str, Any]:
-        """Seconds and bytes since the last report."""
-        return self.tally.report() | {"checkpoint_age_seconds": monotonic() - self.reader.saved_at}
 
-    def memory(self) -> dict[str, float]:
-        """Bytes of memory by tier."""
-        return memory_numbers(self.device_type, memory(self.model, self.optimizer), self._paths)
+class _Tally:
+    """Seconds of each step since the last `report`, and sums since the run began."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.beside: list[float] = []  # of each step, seconds beside collectives
+        self.tokens = self.samples = 0.0
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._peaks = Counter[str]()  # bytes
+        self._totals = Counter[str]()
+        self._before = Counter[str]()  # the totals at the last `report`
+        self._since = monotonic()  # the time of the last `report`
+        self._taken = deque[Taken]()
+        self.reader = Reader(model, optimizer)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last `report`."""
+        return monotonic() - self._since
+
+    def end_step(self) -> float:
+        """Takes what was noted. Of a device that is behind, the steps that it has ended;
+        returns the seconds of the last of them, 0 if there is none."""
+        seconds, reader = 0.0, self.reader
+        reader.note(Moment.STEPPED)
+        self._taken.append(reader.take())
+        while self._taken and (reader.is_done(self._taken[0]) or len(self._taken) > _LATE):
+            taken = reader.resolve(self._taken.popleft())
+            seconds = self._add_seconds(taken)
+            self._add_bytes(taken)
+        return seconds
+
+    def _add_seconds(self, taken: Taken) -> float:
+        spans = list(spans_of(taken.marks, on_device=self.reader.on_device))
+        ns = Counter[str]()
+        for span in spans:
+            ns[span.phase] += span.ns
+            if span.part != span.phase:  # the optimizer is both
+                ns[span.part] += span.ns
+        seconds = (spans[-1].end_ns - spans[0].begin_ns) / 1e9
+        waiting = ns["communication"] / 1e9
+        self._seconds["step"].append(seconds)
+        self._seconds["waiting"].append(waiting)
+        self.beside.append(seconds - waiting)
+        for what, name in _NAMES.items():
+            if ns[what]:
+                self._seconds[name].append(ns[what] / 1e9)
+        return seconds
+
+    def _add_bytes(self, taken: Taken) -> None:
+        for mark in taken.marks:
+            if mark.resident_nbytes:
+                self._peaks["host"] = max(self._peaks["host"], mark.resident_nbytes)
+            if mark.allocated is not None:
+                self._peaks["device"] = max(self._peaks["device"], mark.allocated[1])
+            each = mark.collective
+            if each is not None and each.kind in PAYLOAD:
+                if mark.moment is Moment.ISSUED:
+                    self._totals[f'sent_bytes_total{{axis="{each.axis}"}}'] += each.nbytes
+                elif mark.moment is Moment.WAITED:
+                    self._seconds[_BY_KIND[each.kind]].append((each.end_ns - each.begin_ns) / 1e9)
+        for _, tier, nbytes, is_read in taken.moved:
+            way = "read" if is_read else "written"
+            self._totals[f'tier_{way}_bytes_total{{tier="{tier}"}}'] += nbytes
+
+    def report(self) -> dict[str, Any]:
+        """All of it by the names of numbers, without `zero_fn_`;
+        then it begins anew, but for the sums."""
+        found: dict[str, Any] = {
+            "checkpoint_age_seconds": monotonic() - self.reader.saved_at,
+            **self._totals,
+        }
+        for name, each in self._seconds.items():
+            found[f"{name}_seconds"] = each
+        for tier, nbytes in (+self._peaks).items():
+            found[f'step_peak_memory_bytes{{tier="{tier}"}}'] = nbytes
+        for name, total in self._totals.items():
+            if name.startswith("tier_"):
+                rate = (total - self._before[name]) / self.age_s
+                found[name.replace("_bytes_total", "_bytes_per_second")] = rate
+        self._since, self._before = monotonic(), Counter(self._totals)
+        self._seconds = defaultdict(list)
+        self._peaks.clear()
+        self.beside.clear()
+        self.tokens = self.samples = 0.0
+        return found
 
 
 def metrics(

@@ -9,15 +9,19 @@ after that all ranks have what one has brought in.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_fn.transport.agree import exchange_bytes
 from zero_fn.transport.line import Line
 from zero_fn.values.watching import Watch
 
@@ -56,7 +60,7 @@ class Spike:
     @property
     def is_finite(self) -> bool:
         """Whether it is a number."""
-        return self.value - self.value == 0
+        return isfinite(self.value)
 
     def __str__(self) -> str:
         where = f", first in unit {self.unit} of rank {self.rank}" if self.unit else ""
@@ -95,7 +99,7 @@ class Spikes(Watch):
         """
         before = self._before.setdefault(what, deque(maxlen=_BEFORE))
         usual = median(before) if len(before) >= _ENOUGH else 0.0
-        if value - value == 0:
+        if isfinite(value):
             before.append(value)
             return Spike(step, what, value, usual) if usual and value > FACTOR * usual else None
         rank, unit = self._began(line) if line is not None else (-1, "")
@@ -106,27 +110,14 @@ class Spikes(Watch):
         self._arrived = {}
 
     def _began(self, line: Line) -> tuple[int, str]:
-        units = list(self._arrived)
-        first = next(
-            (at for at, unit in enumerate(units) if not _are_finite(self._arrived[unit])), _NOWHERE
-        )
+        """The rank and the unit; -1 and "" if all gradients are finite. A collective."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        name = units[first].encode()[:_NAME_NBYTES] if first < len(units) else b""
-        message = torch.tensor([first, rank], dtype=torch.int64).view(torch.uint8)
-        text = torch.frombuffer(bytearray(name.ljust(_NAME_NBYTES)), dtype=torch.uint8)
-        rows = line.exchange(
-            torch.cat([message, text]).to(line.device), "where a gradient is not finite"
-        )
-        found = sorted(
-            (int(row[:8].view(torch.int64)), int(row[8:16].view(torch.int64)), row[16:])
-            for row in rows
-        )
-        first, rank, text = found[0]
-        return (rank, text.numpy().tobytes().decode().strip()) if first < _NOWHERE else (-1, "")
-
-
-_NAME_NBYTES = 240
-
-
-def _are_finite(largest: list[Tensor]) -> bool:
-    return bool(torch.stack(largest).isfinite().all())
+        own = [_NOWHERE, -1, ""]
+        for at, (unit, largest) in enumerate(self._arrived.items()):
+            if not torch.stack(largest).isfinite().all():
+                own = [at, rank, unit]
+                break
+        exchange = partial(line.exchange, what="where a gradient is not finite")
+        said = exchange_bytes(exchange, json.dumps(own).encode())
+        _, rank, unit = min(map(json.loads, said))
+        return rank, unit

@@ -317,7 +317,9 @@ def proposals_table(rows: Sequence[Proposal], usd_per_hour: float | None = None)
             right.append(len(columns))
         columns[" ".join([*words, unit])] = [_cell(value, size) for value in values]
     columns[""] = ["" if each.fits else "does not fit" for each in rows]
-    return table(list(zip(*([name, *cells] for name, cells in columns.items()))), right=right)
+    return table(
+        list(zip(*([name, *cells] for name, cells in columns.items()), strict=True)), right=right
+    )
 
 
 def _cell(value: object, size: float) -> str:

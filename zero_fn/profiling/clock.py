@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import get_ident
 from time import monotonic, perf_counter_ns, process_time_ns
 from types import SimpleNamespace
@@ -22,10 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
+from zero_fn.runtime.registry import units_of
 from zero_fn.values import watching
 from zero_fn.values.tiers import is_accelerator
 from zero_fn.values.watching import WITHIN, Moment, Watch
@@ -47,8 +49,6 @@ class Collective:
     nbytes: int  # that this rank sends
     begin_ns: int
     end_ns: int = 0  # when it was seen to be complete; 0 if nobody waited for it
-    slowest_peer: int = -1  # the rank of the axis whose message this one waited for longest
-    peer_ns: int = 0
 
 
 class Mark(NamedTuple):
@@ -82,8 +82,19 @@ class Taken(NamedTuple):
 class Reader:
     """One who looks on, from its making to `close`. What it sees begins with a mark STEPPED."""
 
-    def __init__(self, device_type: str, optimizer: Optimizer | None) -> None:
-        self.on_device = is_accelerator(device_type)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`before` and `after` are called around each step of the optimizer."""
+        groups = (group for unit in units_of(model) for group in unit.memory.groups)
+        types = (group.kind.device_type for group in groups)
+        self.device_type = next((each for each in types if each != "meta"), "cpu")
+        self.on_device = is_accelerator(self.device_type)
         self.thread = get_ident()
         # The time when a checkpoint was complete last, or when this began to look on.
         self.saved_at = monotonic()
@@ -101,10 +112,18 @@ class Reader:
         _clock.tell((*_clock.readers, self))
         self._hooks: list[Any] = []
         if optimizer is not None:
-            before = optimizer.register_step_pre_hook(lambda *_: self.note(Moment.OPTIMIZER))
+
+            def begin(*_: Any) -> None:
+                before()
+                self.note(Moment.OPTIMIZER)
+
+            def end(*_: Any) -> None:
+                after()
+                self.note(Moment.STEPPED)
+
             self._hooks = [
-                before,
-                optimizer.register_step_post_hook(lambda *_: self.note(Moment.STEPPED)),
+                optimizer.register_step_pre_hook(begin),
+                optimizer.register_step_post_hook(end),
             ]
         self.note(Moment.STEPPED)
 
@@ -168,7 +187,6 @@ class _Clock(Watch):
         self._thread = 0  # in which all readers began, if it is one
         self._on_device = self._on_host = False  # whether a reader is there
         self._stream: Any = None  # of an accelerator: the one that computes
-        self._undo: Callable[[], None] = lambda: None
         self._groups: dict[Any, str] = {}  # how collectives on a line are called
         # Collectives under way, with the works of the backend.
         self._working: list[tuple[Collective, list[Any]]] = []
@@ -182,10 +200,9 @@ class _Clock(Watch):
         self._on_host = not all(each.on_device for each in readers)
         if readers and not before:
             watching.look(self)
-            self._undo = _on_batches(self)
+            _tell_of_batches()
         elif before and not readers:
             watching.look_away(self)
-            self._undo()
             self._groups.clear()
             self._working.clear()
 
@@ -260,12 +277,8 @@ class _Clock(Watch):
             collective.end_ns = collective.end_ns or perf_counter_ns()
             self.note(Moment.WAITED, kind, collective, readers)
 
-        waits = [
-            (each if peer is None else _TimedWork(each, peer, collective), peer)
-            for each, peer in work.works
-        ]
         before = SimpleNamespace(wait=lambda *_: self.note(Moment.WAIT, kind, collective, readers))
-        work.works, work.finish = [(before, None), *waits], finished
+        work.works, work.finish = [(before, None), *work.works], finished
 
     def moving(self, tier: str, nbytes: int, *, is_read: bool) -> None:
         """Bytes begin to move."""
@@ -289,23 +302,6 @@ def _event(stream: Any) -> Any:
     event = torch.Event(enable_timing=True)
     event.record(stream)
     return event
-
-
-class _TimedWork:
-    """A work of the backend, which notes how long the host waits for it."""
-
-    def __init__(self, work: Any, peer: int, collective: Collective) -> None:
-        self._work = work
-        self._peer = peer
-        self._collective = collective
-
-    def wait(self, *timeout: Any) -> None:
-        """Waits."""
-        begin = perf_counter_ns()
-        self._work.wait(*timeout)
-        waited = perf_counter_ns() - begin
-        if waited > self._collective.peer_ns:
-            self._collective.slowest_peer, self._collective.peer_ns = self._peer, waited
 
 
 def _has_ended(collective: Collective, works: list[Any], now: int) -> bool:
@@ -337,22 +333,19 @@ def _statm() -> int:
     return _statm_of[1]
 
 
-def _on_batches(clock: _Clock) -> Callable[[], None]:
-    """Notes when loaders of torch are asked for a batch. Returns what undoes that."""
-    iterator = dataloader._BaseDataLoaderIter
+@cache
+def _tell_of_batches() -> None:
+    """Loaders of torch tell each watch when they are asked for a batch, from now on."""
+    iterator: Any = dataloader._BaseDataLoaderIter
     before = iterator.__next__
 
-    def noted(self: Any) -> Any:
-        clock.note(Moment.LOAD)
+    def told(self: Any) -> Any:
+        for watch in watching.watchers:
+            watch.note(Moment.LOAD)
         try:
             return before(self)
         finally:
-            clock.note(Moment.LOADED)
+            for watch in watching.watchers:
+                watch.note(Moment.LOADED)
 
-    iterator.__next__ = noted  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if iterator.__next__ is noted:
-            iterator.__next__ = before  # type: ignore[method-assign]
-
-    return undo
+    iterator.__next__ = told

@@ -1,44 +1,42 @@
 """`profile`: where the time, the bytes and the memory of some steps went, on each rank.
 
 Each rank notes what happens (`clock.py`), which gives spans (`spans.py`). At the end rank 0 hears
-from all (`ranks.py`), compares them (`analysis.py`), tells all ranks what it has found, and writes
-the files (`files.py`).
+from all, compares them (`findings.py`), tells all ranks what it has found, and writes the files.
 """
 
 from __future__ import annotations
 
+import json
+import pickle
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from contextlib import suppress
-from statistics import median
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from zero_fn.errors import StateError
+from zero_fn.errors import StateError, warn_once
 from zero_fn.inspect.memory import MemoryUse, memory
 from zero_fn.inspect.planned_bytes import Plan, plan
-from zero_fn.profiling.analysis import (
-    Findings,
-    carried_of,
-    collectives_of,
-    overlap_of,
-    slow_of,
-    steps_of_ranks,
-    units_of_ranks,
-    wait_for_last,
-)
-from zero_fn.profiling.clock import Reader, Taken
-from zero_fn.profiling.files import write
+from zero_fn.profiling.clock import Reader
+from zero_fn.profiling.findings import Findings, compared
+from zero_fn.profiling.host_clocks import clock_offsets
 from zero_fn.profiling.operations import Operations, peak_of
-from zero_fn.profiling.ranks import Ranks
 from zero_fn.profiling.record import RankRecord, record_of
 from zero_fn.profiling.text import text_of
+from zero_fn.profiling.timeline import draw
+from zero_fn.profiling.trace import events_of
 from zero_fn.runtime.registry import runs_of, units_of
+from zero_fn.transport.rank0_messages import all_of, meeting_group
 from zero_fn.transport.traffic import PAYLOAD
 from zero_fn.values.chained_optimizer import Optimizers, as_one
+from zero_fn.values.tiers import is_disk
 from zero_fn.values.watching import Moment
 
 __all__ = ["Profile", "profile"]
@@ -61,9 +59,9 @@ class Profile(Findings):
             None without communication.
         memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what:
             "process" (resident memory of the host, the largest of all ranks), "device" (what its
-            allocator has in use at the end of the phase). Of a device there is also "peak": that of
-            its allocator since the process began or the program reset it, which is never reset
-            here. `planned` beside them is of training state.
+            allocator has in use where the phase begins or ends, the larger). Of a device there is
+            also "peak": that of its allocator since the process began or the program reset it,
+            which is never reset here. `planned` beside them is of training state.
         numbers: What is one number: see `docs/guides/profile.md`.
     """
 
@@ -83,39 +81,26 @@ class Profile(Findings):
         self._out = out
         self._tokens = tokens
         self._peak = peak
-        groups = [group for unit in units_of(model) for group in unit.memory.groups]
-        if not groups:
-            runs_of(model, verb="profile")  # raises
-        self._device_type = next(
-            (g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu"
-        )
-        largest = max(groups, key=lambda group: sum(slot.path.numel for slot in group.slots))
-        self._dtype = largest.kind.compute_dtype
-        self._operations = Operations() if flops else None
+        self._counts = flops
+        self._operations = Operations()
         self._held = MemoryUse(0, 0, 0)
         self._measured = 0
-        self._hooks: list[RemovableHandle] = []
+        runs_of(model, verb="profile")  # or it raises
 
     def __enter__(self) -> Self:
-        self._ranks = Ranks()
-        if self._operations is not None:
+        self._offsets = clock_offsets(meeting_group())
+        if self._counts:
             self._operations.open()
-        if self._optimizer is not None:
-            before = self._optimizer.register_step_pre_hook(lambda *_: self._measure())
-            after = self._optimizer.register_step_post_hook(lambda *_: self._end_count())
-            self._hooks = [before, after]
-        self._reader = Reader(self._device_type, self._optimizer)
+        self._reader = Reader(
+            self._model, self._optimizer, before=self._measure, after=self._operations.close
+        )
         return self
 
     def step(self) -> None:
         """Ends a step, in loops whose steps no optimizer ends that was given to `profile`."""
         self._measure()
-        self._end_count()
+        self._operations.close()
         self._reader.note(Moment.STEPPED)
-
-    def _end_count(self) -> None:
-        if self._operations is not None:
-            self._operations.close()
 
     def _measure(self) -> None:
         """Bytes held before a step of the optimizer: of the second,
@@ -126,17 +111,19 @@ class Profile(Findings):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._reader.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._end_count()
+        self._operations.close()
         if kind is not None:
             return  # ranks that raise would not meet
-        mine = self._record(self._reader.resolve(self._reader.take()))
-        records: list[RankRecord] = self._ranks.collect(mine)
-        for record, offset_ns in zip(records, self._ranks.offsets, strict=True):
+        mine = self._record()
+        said = _told(mine)
+        found, records = None, list[RankRecord]()
+        for row, offset_ns in zip(said, self._offsets, strict=False):  # of rank 0 alone
+            record: RankRecord = pickle.loads(zlib.decompress(row))
             record.shift(offset_ns)
-        found = _compared(records) if records and all(record.steps for record in records) else None
-        found = self._ranks.tell(found)
+            records.append(record)
+        if records and all(record.steps for record in records):
+            found = compared(records)
+        found = pickle.loads(zlib.decompress(_told(found)[0]))
         if found is None:
             raise StateError(
                 "A profile has seen no step.",
@@ -144,11 +131,11 @@ class Profile(Findings):
                 fix="step the optimizer that is given to profile inside the block, "
                 "on every rank; without one call "
                 "profile.step() after each step"
-                + ("; flops=True counts in the first" if self._operations else ""),
+                + ("; flops=True counts in the first" if self._counts else ""),
             )
         vars(self).update(found)
-        if self._out is not None and self._ranks.rank == 0:
-            write(self, records, self._out)
+        if self._out is not None and records:
+            _write(self, records, Path(self._out))
 
     def __str__(self) -> str:
         return text_of(self)
@@ -156,43 +143,52 @@ class Profile(Findings):
     def __getstate__(self) -> dict[str, Any]:  # a rank may return it, without the model
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _record(self, taken: Taken) -> RankRecord:
+    def _record(self) -> RankRecord:
         """What this rank tells rank 0."""
         record = record_of(
-            self._ranks.rank,
-            taken,
+            self._reader.resolve(self._reader.take()),
             on_device=self._reader.on_device,
-            first=1 if self._operations is not None else 0,
+            first=int(self._counts),
         )
         more, count = record.more, len(record.steps)
         if not count:
             return record
         sent = Counter[str]()
-        planned = self._planned(more["backwards"], are_accumulated=more["accumulated"])
         for each in record.collectives:
             sent[each.axis] += each.nbytes if each.kind in PAYLOAD else 0
-        more["sent"] = {axis: nbytes / count for axis, nbytes in sent.items() if nbytes}
-        more["held"] = {"in memory": self._held.total, **self._held.tiers}
-        more["planned"] = planned and {
-            "sent": {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes},
-            "held": {
-                "in memory": planned.memory.total + planned.padding.total,
-                **planned.memory.tiers,
-            },
-            "moved": _moved(planned),
-            "peak": planned.peak_nbytes,
+        more |= {
+            "sent": {axis: nbytes / count for axis, nbytes in sent.items() if nbytes},
+            "held": {"in memory": self._held.total, **self._held.tiers},
+            "planned": self._planned(more["backwards"], are_accumulated=more["accumulated"]),
+            "tokens": self._tokens,
         }
-        more["tokens"] = self._tokens
-        if self._operations is not None and self._operations.total:
-            peak = peak_of(self._device_type, self._dtype) if self._peak is None else self._peak
-            more["operations"] = [self._operations.total, self._operations.of_model, peak]
+        if self._operations.total:
+            more["operations"] = (
+                self._operations.total,
+                self._operations.of_model,
+                self._peak or peak_of(self._reader.device_type, self._dtype),
+            )
         return record
 
-    def _planned(self, backwards: float, *, are_accumulated: bool) -> Plan | None:
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The one in which most elements compute."""
+        groups = (group for unit in units_of(self._model) for group in unit.memory.groups)
+        largest = max(groups, key=lambda each: sum(slot.path.numel for slot in each.slots))
+        return largest.kind.compute_dtype
+
+    def _planned(self, backwards: float, *, are_accumulated: bool) -> dict[str, Any] | None:
         """What `plan` says of such a step; None where it cannot."""
         if backwards == 1 or (are_accumulated and backwards == int(backwards) and backwards):
             with suppress(StateError):
-                return plan(self._model, self._optimizer, backwards=int(backwards))
+                planned = plan(self._model, self._optimizer, backwards=int(backwards))
+                memory = planned.memory.total + planned.padding.total
+                return {
+                    "sent": {axis: n for axis, n in planned.sent_by_axis.items() if n},
+                    "held": {"in memory": memory, **planned.memory.tiers},
+                    "moved": _moved(planned),
+                    "peak": planned.peak_nbytes,
+                }
         return None
 
 
@@ -219,8 +215,8 @@ def profile(
     accelerator those of the stream that computes, by events.
 
     Communicates, at the beginning and at the end, over all ranks of the process group, which must
-    all call it: some KB for each step and rank to rank 0, and the result to all. Nothing in
-    between. Without a block that is open it costs nothing.
+    all call it: some KB for each step and rank to rank 0 and from there to all, and the result.
+    Nothing in between. Without a block that is open it costs nothing.
 
     Collectives of others (tensor parallelism, a norm, your own)
     count as the part in which they are called.
@@ -231,7 +227,7 @@ def profile(
             sequence of them: a step ends once each has stepped.
         out: A folder that rank 0 writes into: `trace.json` (Perfetto, chrome://tracing: tracks for
             each rank, its collectives and its tiers), `timeline.png` (needs matplotlib),
-            `profile.html` (one page, no network), `profile.json`.
+            `profile.json`.
         tokens: Tokens of a step on one rank, for tokens/s.
         flops: Counts operations in the first step of the block, by torch's counter.
             It is slower for that, and not timed.
@@ -259,74 +255,39 @@ def profile(
 
 def _moved(planned: Plan) -> dict[str, float]:
     """Bytes of a step by direction and tier, as they are counted."""
-    disks = [moved for tier, moved in planned.moved.items() if tier.startswith("nvme(")]
+    there, back = planned.link
+    disks = [moved for tier, moved in planned.moved.items() if is_disk(tier)]
     found = {
         "from nvme": sum(each.read for each in disks),
         "to nvme": sum(each.written for each in disks),
+        "from host": there,
+        "to host": back,
     }
-    there, back = planned.link
-    return {
-        name: nbytes
-        for name, nbytes in (found | {"from host": there, "to host": back}).items()
-        if nbytes
-    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def _compared(records: list[RankRecord]) -> dict[str, Any]:
-    """What rank 0 finds in the records of all."""
-    overlap = [overlap_of(record) for record in records]
-    last = wait_for_last(records)
-    steps, units = steps_of_ranks(records), units_of_ranks(records)
-    collectives = collectives_of(records, last)
-    more = [record.more for record in records]
-    phases = dict.fromkeys(phase for row in more for phase in row["phases"])
-    plans = [row["planned"] for row in more]
-    seconds = median(step.seconds for step in steps)
-    numbers: dict[str, Any] = {
-        "ranks": len(records),
-        "steps": len(records[0].steps),
-        "seconds": seconds,
-    }
-    numbers |= {name: _most(row[name] for row in more) for name in ("sent", "moved", "held")}
-    numbers |= {
-        "carried": carried_of(records, last),
-        "exposed": dict.fromkeys(numbers["sent"], 0.0),
-    }
-    for each in collectives:
-        if each.axis in numbers["sent"]:
-            numbers["exposed"][each.axis] += each.exposed_s
-    numbers["planned"] = None
-    if all(plans):
-        numbers["planned"] = {
-            name: _most(row[name] for row in plans) for name in ("sent", "moved", "held")
-        }
-        numbers["planned"]["peak"] = max(row["peak"] for row in plans)
-    if all(row["tokens"] for row in more):
-        numbers["tokens_per_second"] = sum(row["tokens"] for row in more) / seconds
-    if all("operations" in row for row in more):
-        total, of_model, peak = (
-            sum(row["operations"][at] for row in more) / len(more) for at in range(3)
+def _told(value: Any) -> list[bytes]:
+    """The values of all ranks, packed. A collective of all ranks; waits."""
+    packed = zlib.compress(pickle.dumps(value), 1)
+    group = meeting_group()  # asked for each time: a save in the background may have begun
+    return [packed] if group is None else all_of(group, packed)
+
+
+def _write(profile: Findings, records: Sequence[RankRecord], folder: Path) -> None:
+    """Writes `profile.json`, `trace.json` and `timeline.png` into a folder,
+    which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {name: getattr(profile, name) for name in ("overlap", "memory", "numbers")}
+    for name in ("steps", "units", "collectives", "slow"):
+        data[name] = [asdict(row) for row in getattr(profile, name)]
+    (folder / "profile.json").write_text(json.dumps(data))
+    trace = {"traceEvents": [*events_of(records)], "displayTimeUnit": "ms"}
+    (folder / "trace.json").write_text(json.dumps(trace))
+    if find_spec("matplotlib") is not None:
+        draw(records, str(folder / "timeline.png"))
+    else:
+        warn_once(
+            "A profile has no timeline.png.",
+            why="matplotlib is not installed",
+            fix="pip install matplotlib",
         )
-        numbers |= {"flops": total, "model_flops": of_model, "peak_flops_per_second": peak}
-        numbers |= {
-            "utilisation": of_model / seconds / peak,
-            "hardware_utilisation": total / seconds / peak,
-        }
-    return {
-        "steps": steps,
-        "units": units,
-        "collectives": collectives,
-        "slow": slow_of(records, steps, units, last),
-        "overlap": overlap,
-        "memory": {phase: _most(row["phases"].get(phase, {}) for row in more) for phase in phases},
-        "numbers": numbers,
-    }
-
-
-def _most(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The largest of all ranks, by name."""
-    found: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            found[name] = max(found.get(name, 0.0), value)
-    return found

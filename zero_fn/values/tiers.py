@@ -27,6 +27,7 @@ __all__ = [
     "cpu",
     "is_accelerator",
     "is_away",
+    "is_disk",
     "nbytes_of_text",
     "nvme",
 ]
@@ -140,6 +141,11 @@ def is_away(tier: Tier | None, device_type: str) -> bool:
     `cpu()` is not, for a model that computes there.
     """
     return tier is not None and (is_accelerator(device_type) or not isinstance(tier, Cpu))
+
+
+def is_disk(name: str) -> bool:
+    """Whether a tier is on disks, of which there is the text alone."""
+    return name.startswith("nvme(")
 
 
 def is_accelerator(device_type: str) -> bool:

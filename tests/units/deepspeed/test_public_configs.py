@@ -26,7 +26,7 @@ from zero_fn.deepspeed import reporter
 from zero_fn.deepspeed.entries import leaves_of
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.integrations.trainer_config import settings_for
-from zero_fn.monitor.csv import Csv
+from zero_fn.monitor import Csv
 
 PUBLIC = json.loads(Path(__file__).with_name("public_configs.json").read_text())
 ROWS = tomllib.loads(Path(__file__).with_name("stages.toml").read_text())

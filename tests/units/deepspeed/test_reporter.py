@@ -19,7 +19,6 @@ from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.units.deepspeed.programs import (
-    MICRO,
     MICROBATCHES,
     built,
     furthest,
@@ -31,8 +30,7 @@ from tests.units.deepspeed.programs import (
 )
 from tests.units.deepspeed.test_cuts import Planned
 from zero_fn.deepspeed import reporter
-from zero_fn.monitor import sink_of
-from zero_fn.monitor.csv import Csv
+from zero_fn.monitor import Csv, sink_of
 from zero_fn.profiling.clock import _clock
 
 
@@ -55,9 +53,21 @@ def test_rank_0_prints_a_line_every_so_many_steps():
         assert lines == []
         return
     assert len(lines) == 2
-    assert re.fullmatch(r"step 4: 0 skipped, learning rate 0.02, gradient norm [\d.]+, [\d.]+ samples/s", lines[1]), (
-        lines[1]
-    )
+    line = "step 4: 0 skipped, learning rate 0.02, loss [\\d.]+, gradient norm [\\d.]+, [\\d.]+ samples/s"
+    assert re.fullmatch(line, lines[1]), lines[1]
+
+
+@on_ranks(2)
+def test_lines_count_on_from_what_was_loaded_and_name_skipped_steps():
+    config = {**zero(2), "steps_per_print": 1, "fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
+    setup = zf.from_deepspeed(built(), config, axis())
+    setup.load_state_dict({**setup.state_dict(), "steps": 10, "skipped_steps": 3})
+    lines = printed(setup, 1).splitlines()
+    assert setup.skipped_steps == 4
+    if not dist.get_rank():
+        assert re.match(r"step 11: 4 skipped, .* loss scale [\d.e+]+, [\d.]+ samples/s$", lines[0]), lines[0]
+    assert setup.reporter is not None
+    setup.reporter.close()
 
 
 @on_ranks(2)
@@ -97,22 +107,24 @@ def test_monitors_have_the_numbers_of_each_step(folder):
 
 
 @on_ranks(2)
-def test_a_monitor_that_counts_samples_has_reports_after_so_many(folder):
+def test_options_of_a_monitor_are_those_of_its_library(folder):
     made = []
 
     def comet(project, **options):
         made.append((project, options))
         return Csv(f"{folder}/comet.csv")
 
-    batch = MICRO * MICROBATCHES * 2
-    section = {"enabled": True, "project": "p", "workspace": "w", "online": False, "samples_log_interval": 2 * batch}
+    section = {"enabled": True, "project": "p", "workspace": "w", "online": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporter, "Comet", comet)
         setup = zf.from_deepspeed(built(), {**zero(1), "comet": section}, axis())
     printed(setup)
     if not dist.get_rank():
         assert made == [("p", {"workspace": "w", "online": False})]
-        assert [row["step"] for row in rows_of(Path(folder, "comet.csv"))] == ["2", "4"]
+        assert [row["step"] for row in rows_of(Path(folder, "comet.csv"))] == ["1", "2", "3", "4"]
+    counted = {**zero(1), "comet": {**section, "samples_log_interval": 50}}
+    with pytest.raises(zf.errors.ConfigError, match=r"zf\.metrics\(\.\.\., sinks="):
+        zf.from_deepspeed(built(), counted, axis())
 
 
 def test_a_sink_without_its_library_says_what_installs_it():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_fn.monitor.sink import Numbers, Outlet, flat, library
+from zero_fn.monitor.sinks.outlet import Numbers, Outlet, flat, library
 
 __all__ = ["WandB"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from zero_fn.monitor.sink import Numbers, Outlet, flat, library
+from zero_fn.monitor.sinks.outlet import Numbers, Outlet, flat, library
 
 __all__ = ["MLflow"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from zero_fn.monitor.sink import Numbers, Outlet, flat, library
+from zero_fn.monitor.sinks.outlet import Numbers, Outlet, flat, library
 
 __all__ = ["TensorBoard"]
 

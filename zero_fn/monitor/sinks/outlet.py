@@ -1,19 +1,18 @@
-"""Where the numbers of a run go: the protocol of sinks, and what our own have in common."""
+"""What our sinks have in common: flat names, and what they do when the world outside fails."""
 
 from __future__ import annotations
 
 import importlib
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Protocol, Self
+from typing import Self
 
 from zero_fn.errors import ConfigError, warn_once
 
-__all__ = ["Numbers", "Outlet", "Sink", "flat", "library", "split"]
+__all__ = ["Numbers", "Outlet", "flat", "library", "split"]
 
 Numbers = Mapping[str, float | Sequence[float]]
 """Numbers by their names in Prometheus, with labels as it writes them:
@@ -25,13 +24,6 @@ observations since the last call, for a histogram. All else is a gauge.
 
 _KEY = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"\\\n]*)"')
-
-
-class Sink(Protocol):
-    """Takes the numbers of a run. Any object with this method is one."""
-
-    def log(self, step: int, numbers: Numbers) -> None:
-        """Takes the numbers after `step` steps. What is not known is left out."""
 
 
 @cache
@@ -90,30 +82,23 @@ class Outlet(ABC):
 
     Args:
         where: Where the numbers go, for the warning.
-        rest_s: Seconds for which nothing is tried after a failure, where each try would cost time.
 
     Attributes:
         lost: Steps whose numbers were lost.
     """
 
-    def __init__(self, where: str, *, rest_s: float = 0.0) -> None:
+    def __init__(self, where: str) -> None:
         self.where = where
         self.lost = 0
-        self._rest_s = rest_s
-        self._again_at = 0.0
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Takes the numbers after `step` steps. Raises ConfigError if a name cannot be one."""
         for key in numbers:
             split(key)
         try:
-            if time.monotonic() < self._again_at:
-                self.lost += 1
-            else:
-                self._write(step, numbers)
+            self._write(step, numbers)
         except Exception as error:  # of any library
             self.lost += 1
-            self._again_at = time.monotonic() + self._rest_s
             warn_once(
                 f"{type(self).__name__} lost numbers on their way to {self.where}.",
                 step=step,
