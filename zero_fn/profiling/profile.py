@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_fn.errors import StateError
 from zero_fn.inspect.memory import MemoryUse
-from zero_fn.looking.predict import Plan, plan
+from zero_fn.inspect.planned_bytes import Plan, plan
 from zero_fn.profiling.analysis import (
     Findings,
     carried_of,

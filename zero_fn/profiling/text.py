@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from zero_fn.looking.table import table
+from zero_fn.inspect.table import table
 from zero_fn.profiling.analysis import Findings, StepTimes
 from zero_fn.profiling.spans import PARTS
 
