@@ -22,11 +22,11 @@ from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.dtensors import local_of
 from zero_fn.values.tiers import is_accelerator, is_away
 
-__all__ = ["Held", "held", "padding_nbytes"]
+__all__ = ["MemoryUse", "held", "padding_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryUse:
     """Bytes of training state that this rank holds: measured by `held`, predicted by `plan`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Held:
         return (self.on_device, self.on_host) if is_accelerator(device_type) else (self.total, 0)
 
 
-def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
+def held(module: nn.Module, optimizer: Optimizers | None = None) -> MemoryUse:
     """Counts the bytes that parameters, gradients and optimizer states take on this rank now,
     each storage once.
 
@@ -85,7 +85,7 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
         optimizer: The optimizer over its parameters, if there is one yet, or a sequence of them.
 
     Returns:
-        A `Held`: bytes by kind, and by tier for what was offloaded.
+        A `MemoryUse`: bytes by kind, and by tier for what was offloaded.
     """
     parameters = [local_of(parameter) for parameter in module.parameters()]
     grads = [parameter.grad for parameter in module.parameters()]
@@ -122,7 +122,7 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
                 tiers[str(tier)] += nbytes
             else:
                 here += nbytes
-    return Held(
+    return MemoryUse(
         _nbytes(parameters),
         _nbytes(gradients, buffers),
         _nbytes(_states(optimizers)) + here,

@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.inspect.memory import Held, padding_nbytes
+from zero_fn.inspect.memory import MemoryUse, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
 from zero_fn.runtime.bfloat16_step import kept_beside
@@ -85,7 +85,7 @@ class Plan:
 
     Attributes:
         device_type: Type of the device that computes, such as "cuda".
-        held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
+        memory: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
             (formulas: `zero_fn.inspect.planned_bytes`).
         padding: Bytes that uneven shards and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
@@ -105,8 +105,8 @@ class Plan:
     """
 
     device_type: str
-    held: Held
-    padding: Held
+    memory: MemoryUse
+    padding: MemoryUse
     sent_nbytes: int
     sent_by_axis: Mapping[str, int]
     in_flight_nbytes: int
@@ -134,7 +134,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [
-            (name, getattr(self.held, name), f"  + {_mb(getattr(self.padding, name))} padding")
+            (name, getattr(self.memory, name), f"  + {_mb(getattr(self.padding, name))} padding")
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
         if self.memory.buffers:
@@ -254,7 +254,7 @@ def plan(
     return Plan(
         device_type,
         held,
-        padding=Held(
+        padding=MemoryUse(
             sum(parameters for parameters, _ in paddings),
             sum(gradients for _, gradients in paddings),
             0,
@@ -318,7 +318,7 @@ def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> i
 
 def _at_rest(
     groups: Sequence[Group], device_type: str, per_element: int | None, stepped: Footprint
-) -> Held:
+) -> MemoryUse:
     """Bytes that this rank holds between backward and `zero_grad`, without padding.
 
     States are those of the optimizers, or take so many bytes an element.
@@ -350,7 +350,7 @@ def _at_rest(
                 optimizer += states - away
                 tiers[str(kind.home.tiers.optim)] += away
     buffers = stepped.buffers_nbytes + sum(largest.values()) * stagings_for(device_type)
-    return Held(parameters, gradients, optimizer, buffers, dict(+tiers))
+    return MemoryUse(parameters, gradients, optimizer, buffers, dict(+tiers))
 
 
 def _in_files(group: Group) -> tuple[StoredFiles, int] | None:

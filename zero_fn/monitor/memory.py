@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zero_fn.inspect.memory import Held
+from zero_fn.inspect.memory import MemoryUse
 from zero_fn.profiling.clock import resident_nbytes
 from zero_fn.storage.host_memory import available
 from zero_fn.values.tiers import is_accelerator
@@ -19,7 +19,7 @@ __all__ = ["memory_numbers"]
 _CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def memory_numbers(device_type: str, held: Held, paths: Iterable[str]) -> dict[str, float]:
+def memory_numbers(device_type: str, held: MemoryUse, paths: Iterable[str]) -> dict[str, float]:
     """`memory_bytes`, `memory_limit_bytes` and `memory_free_bytes` of the host, of an accelerator
     and of disks with these `paths`.
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint import load
 from zero_fn.errors import LayoutError
-from zero_fn.inspect.memory import held
 from zero_fn.monitor.gradient_norm import clip_grad_norm
 from zero_fn.monitor.memory import memory_numbers
 from zero_fn.monitor.sink import Numbers, Sink

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         data = {
             "title": found.title,
             "notes": found.notes,
-            "configurations": [row.numbers(options.usd_per_hour) for row in found.rows],
+            "configurations": [_numbers(row, options.usd_per_hour) for row in found.rows],
             "program": found.program,
         }
         print(json.dumps(data, indent=1))
@@ -216,3 +217,28 @@ def _text(found: Answer, options: argparse.Namespace) -> str:
             "--states 8bit",
         ]
     return "\n".join([*lines, "", "The first row that fits as a program:", "", found.program])
+
+
+def _numbers(row: Proposal, usd_per_hour: float | None) -> dict[str, Any]:
+    found = {
+        "mesh": dict(row.mesh),
+        "placement": row.transform,
+        "elsewhere": row.away,
+        "recompute": row.recompute,
+        "fits": row.fits,
+        "at_rest_bytes": row.nbytes - row.in_flight,
+        "in_flight_bytes": row.in_flight,
+        "activations_bytes": row.activations,
+        "device_bytes": row.nbytes + row.activations,
+        "host_bytes": row.host,
+        "disk_bytes": row.disk,
+        "sent_bytes": row.sent,
+        "latency_seconds": row.latency_s,
+        "step_seconds": row.step_s,
+        "bound_by": row.bound,
+    }
+    if row.tokens:
+        found["tokens_per_second"] = row.tokens_per_second
+        if usd_per_hour is not None:
+            found["usd_per_1e9_tokens"] = row.usd_per_billion_tokens(usd_per_hour)
+    return found

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_fn.errors import StateError
-from zero_fn.inspect.memory import Held, held
+from zero_fn.inspect.memory import MemoryUse
 from zero_fn.inspect.planned_bytes import Plan, plan
 from zero_fn.profiling.analysis import (
     Findings,
@@ -92,7 +92,7 @@ class Profile(Findings):
         largest = max(groups, key=lambda group: sum(slot.path.numel for slot in group.slots))
         self._dtype = largest.kind.compute_dtype
         self._operations = Operations() if flops else None
-        self._held = Held(0, 0, 0)
+        self._held = MemoryUse(0, 0, 0)
         self._measured = 0
         self._hooks: list[RemovableHandle] = []
 
