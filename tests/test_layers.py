@@ -134,7 +134,7 @@ UP = "if TYPE_CHECKING:\n    from zero_fn.values.top import Top"
     ("sources", "complaint"),
     [
         ({"values.layout": "from zero_fn.transport import links"}, "values.layout imports transport"),
-        ({"runtime.run": "def f():\n    import zero_fn.looking.plan"}, "runtime.run imports looking"),
+        ({"runtime.run": "def f():\n    import zero_fn.planning.plan"}, "runtime.run imports looking"),
         ({"values.mesh": "from zero_fn import novelty"}, "values.mesh imports novelty"),
         ({"novelty": "import zero_fn.errors"}, "novelty imports errors"),
         ({"runtime.run": "from zero_fn.values.layout import a\nfrom zero_fn.runtime.unit import b"}, None),

@@ -34,16 +34,16 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
+from zero_fn.inspect.check import check, is_transformed
+from zero_fn.inspect.describe import Description, describe
 from zero_fn.inspect.memory import Held, held
 from zero_fn.launch import launch
 from zero_fn.local.from_environment import StartedRank, from_environment
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.local.preemption import Preemption, preemption
-from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
-from zero_fn.looking.check import check, is_transformed
-from zero_fn.looking.describe import Description, describe
 from zero_fn.monitor.metrics import Metrics, metrics
 from zero_fn.owners import ByOwner, by_owner
+from zero_fn.planning import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.profiling import Profile, profile
 from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate

@@ -16,7 +16,7 @@ COMMANDS = {
         "list checkpoints, verify them, convert them into other formats",
     ),
     "env": (
-        "zero_fn.looking.environment",
+        "zero_fn.planning.environment",
         "what is installed, what zero_fn will use, and what is missing",
     ),
     "launch": (
@@ -24,7 +24,7 @@ COMMANDS = {
         "start a program as the deepspeed launcher does, by torchrun",
     ),
     "plan": (
-        "zero_fn.looking.plan_command",
+        "zero_fn.planning.plan_command",
         "what a model needs, which configurations fit, and how long a step takes",
     ),
     "deepspeed": (
@@ -32,7 +32,7 @@ COMMANDS = {
         "check a DeepSpeed config: what becomes of it, what a model needs by it",
     ),
     "links": (
-        "zero_fn.looking.measured",
+        "zero_fn.planning.measured",
         "measure memory, disks, and what lies between ranks of this machine",
     ),
 }

@@ -17,8 +17,8 @@ from torch import nn
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.units.storage.disks import limited, small_disk
-from zero_fn.looking import environment, measured
-from zero_fn.looking.sweep import Setting, _advice, _limit, _ours
+from zero_fn.planning import environment, measured
+from zero_fn.planning.sweep import Setting, _advice, _limit, _ours
 from zero_fn.storage.files import SpillFile
 
 MIB = 1 << 20

@@ -13,14 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import zero_fn as zf
 from tests.support.ranks import axis
 from zero_fn.__main__ import main
-from zero_fn.looking.activations import activations_of, live_bytes
-from zero_fn.looking.autoplan import on_meta
-from zero_fn.looking.configurations import _OVER_ONE, _OVER_TWO, Training, _Ways, compute_of, configurations, pretended
-from zero_fn.looking.machines import DEVICES, Machine
-from zero_fn.looking.models import PlannedModel
-from zero_fn.looking.plan_command import planned
-from zero_fn.looking.repeated import cut_to, stacks_of
-from zero_fn.looking.scale import first_to_bite, rank_counts, scale
+from zero_fn.planning.activations import activations_of, live_bytes
+from zero_fn.planning.configurations import _OVER_ONE, _OVER_TWO, Training, _Ways, compute_of, configurations, pretended
+from zero_fn.planning.machines import DEVICES, Machine
+from zero_fn.planning.models import PlannedModel
+from zero_fn.planning.plan_command import planned
+from zero_fn.planning.proposals import on_meta
+from zero_fn.planning.repeated import cut_to, stacks_of
+from zero_fn.planning.scale import first_to_bite, rank_counts, scale
 from zero_fn.values.tiers import IN_MEMORY
 
 MODEL = """

@@ -25,9 +25,9 @@ from zero_fn.deepspeed.entries import config_of, leaves_of, outcomes_text
 from zero_fn.deepspeed.placement import made_by
 from zero_fn.deepspeed.settings import Settings, settings_of
 from zero_fn.errors import ZeroError
-from zero_fn.looking.configurations import pretended
-from zero_fn.looking.models import model_of
-from zero_fn.looking.predict import Plan, plan
+from zero_fn.inspect.planned_bytes import Plan, plan
+from zero_fn.planning.configurations import pretended
+from zero_fn.planning.models import model_of
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home
 from zero_fn.values.tiers import IN_MEMORY

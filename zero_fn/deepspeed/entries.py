@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
-from zero_fn.looking.table import table
+from zero_fn.inspect.table import table
 
 __all__ = [
     "Config",

@@ -18,7 +18,7 @@ from zero_fn.deepspeed.computing import Computing
 from zero_fn.deepspeed.cutting import require_experts, units_around
 from zero_fn.deepspeed.settings import Settings, Sharding
 from zero_fn.errors import ConfigError, MeshError
-from zero_fn.looking.describe import home_of
+from zero_fn.inspect.describe import home_of
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of

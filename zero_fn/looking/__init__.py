@@ -12,8 +12,8 @@ measured   `python -m zero_fn links`
 environment  `python -m zero_fn env`
 """
 
-from zero_fn.looking.autoplan import Proposal, Proposals, autoplan
-from zero_fn.looking.links import LinkSpeeds, measure_links
-from zero_fn.looking.predict import Plan, plan
+from zero_fn.inspect.planned_bytes import Plan, plan
+from zero_fn.planning.links import LinkSpeeds, measure_links
+from zero_fn.planning.proposals import Proposal, Proposals, autoplan
 
 __all__ = ["LinkSpeeds", "Plan", "Proposal", "Proposals", "autoplan", "measure_links", "plan"]

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from zero_fn.looking.autoplan import on_meta
-from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
+from zero_fn.planning.proposals import on_meta
+from zero_fn.planning.repeated import Stack, cut_to, of_all_layers
 from zero_fn.values.units import repeated_blocks
 
 __all__ = ["Compute", "activations_of", "live_bytes"]

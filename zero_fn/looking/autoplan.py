@@ -43,9 +43,9 @@ from torch.optim import AdamW, Optimizer
 
 from zero_fn.errors import MeshError, StateError, TierError
 from zero_fn.inspect.memory import Held
-from zero_fn.looking.links import LinkSpeeds, of_all_ranks
-from zero_fn.looking.predict import Plan, plan
-from zero_fn.looking.table import table
+from zero_fn.inspect.planned_bytes import Plan, plan
+from zero_fn.inspect.table import table
+from zero_fn.planning.links import LinkSpeeds, of_all_ranks
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Link

@@ -17,8 +17,11 @@ from torch.optim import AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_fn.errors import ConfigError
-from zero_fn.looking.activations import Compute, activations_of
-from zero_fn.looking.autoplan import (
+from zero_fn.planning.activations import Compute, activations_of
+from zero_fn.planning.links import LinkSpeeds
+from zero_fn.planning.machines import Machine
+from zero_fn.planning.models import PlannedModel
+from zero_fn.planning.proposals import (
     STAGES,
     Proposal,
     on_meta,
@@ -26,10 +29,7 @@ from zero_fn.looking.autoplan import (
     proposal_of,
     without_collecting,
 )
-from zero_fn.looking.links import LinkSpeeds
-from zero_fn.looking.machines import Machine
-from zero_fn.looking.models import PlannedModel
-from zero_fn.looking.repeated import Stack, cut_to, of_all_layers, stacks_of
+from zero_fn.planning.repeated import Stack, cut_to, of_all_layers, stacks_of
 from zero_fn.streamed.pieces import Planner
 from zero_fn.transforms.hybrid import hybrid
 from zero_fn.transforms.precision import precision

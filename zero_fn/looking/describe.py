@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from zero_fn.inspect.memory import padding_nbytes
-from zero_fn.looking.table import table
+from zero_fn.inspect.table import table
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.leg import Leg, form_text
 from zero_fn.runtime.parameter_kind import dtypes_text

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_fn.inspect.table import table
 from zero_fn.kernels import library
 from zero_fn.kernels.compiler import cache_folder
-from zero_fn.looking.table import table
 from zero_fn.one_host.arena import Arena
 from zero_fn.one_host.mailbox import are_mailboxes_available
 from zero_fn.storage import Slab

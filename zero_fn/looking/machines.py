@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from zero_fn.looking.links import LinkSpeeds
+from zero_fn.planning.links import LinkSpeeds
 
 __all__ = ["DEVICES", "Device", "Machine"]
 

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from zero_fn.errors import ZeroError
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
-from zero_fn.looking.links import LinkSpeeds, measure_links
-from zero_fn.looking.sweep import sweep
 from zero_fn.one_host.same_host import SameHost
+from zero_fn.planning.links import LinkSpeeds, measure_links
+from zero_fn.planning.sweep import sweep
 from zero_fn.storage.files import SpillFile
 from zero_fn.transport.links import open_transport
 from zero_fn.values.mesh import mesh_axis

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from zero_fn.looking.configurations import Configuration, Training
-from zero_fn.looking.models import PlannedModel
+from zero_fn.planning.configurations import Configuration, Training
+from zero_fn.planning.models import PlannedModel
 from zero_fn.values.tiers import Nvme, Tier
 
 __all__ = ["deepspeed_of", "program_of"]

@@ -21,21 +21,21 @@ from typing import Any
 import torch
 
 from zero_fn.errors import ConfigError, ZeroError
-from zero_fn.looking.activations import Compute
-from zero_fn.looking.configurations import (
+from zero_fn.inspect.table import table
+from zero_fn.planning.activations import Compute
+from zero_fn.planning.configurations import (
     Configuration,
     Training,
     compute_of,
     configurations,
     shapes_of,
 )
-from zero_fn.looking.links import LinkSpeeds
-from zero_fn.looking.machines import DEVICES, Machine
-from zero_fn.looking.models import SHAPES, model_of
-from zero_fn.looking.pasted import deepspeed_of, program_of
-from zero_fn.looking.plan_page import page_of
-from zero_fn.looking.scale import ScaleRow, first_to_bite, rank_counts, scale
-from zero_fn.looking.table import table
+from zero_fn.planning.links import LinkSpeeds
+from zero_fn.planning.machines import DEVICES, Machine
+from zero_fn.planning.models import SHAPES, model_of
+from zero_fn.planning.pasted import deepspeed_of, program_of
+from zero_fn.planning.plan_page import page_of
+from zero_fn.planning.scale import ScaleRow, first_to_bite, rank_counts, scale
 from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["Found", "main", "planned", "training_of"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from zero_fn.looking.configurations import Configuration
+from zero_fn.planning.configurations import Configuration
 
 __all__ = ["page_of"]
 

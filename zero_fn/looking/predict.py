@@ -85,7 +85,7 @@ class Plan:
     Attributes:
         device_type: Type of the device that computes, such as "cuda".
         held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
-            (formulas: `zero_fn.looking.predict`).
+            (formulas: `zero_fn.inspect.planned_bytes`).
         padding: Bytes that uneven shards and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: Bytes sent per step, by the name of the data axis.

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from zero_fn.looking.activations import Compute
-from zero_fn.looking.configurations import Configuration, Training, configurations, shapes_of
-from zero_fn.looking.models import PlannedModel
+from zero_fn.planning.activations import Compute
+from zero_fn.planning.configurations import Configuration, Training, configurations, shapes_of
+from zero_fn.planning.models import PlannedModel
 
 __all__ = ["ScaleRow", "first_to_bite", "rank_counts", "scale"]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from zero_fn.looking.table import table
+from zero_fn.inspect.table import table
 from zero_fn.storage import Slab
 from zero_fn.storage.files import SpillFile
 from zero_fn.storage.host_memory import too_small

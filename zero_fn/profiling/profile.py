@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import StateError, warn_once
 from zero_fn.inspect.memory import MemoryUse
-from zero_fn.looking.predict import Plan, plan
+from zero_fn.inspect.planned_bytes import Plan, plan
 from zero_fn.profiling.clock import Reader
 from zero_fn.profiling.findings import Findings, compared
 from zero_fn.profiling.host_clocks import clock_offsets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from zero_fn.looking.table import table
+from zero_fn.inspect.table import table
 from zero_fn.profiling.findings import Findings
 from zero_fn.profiling.spans import PARTS
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT
-from zero_fn.looking.configurations import pretended
-from zero_fn.looking.models import model_of
+from zero_fn.planning.configurations import pretended
+from zero_fn.planning.models import model_of
 
 PAGE = (ROOT / "docs" / "guides" / "sizes.md").read_text(encoding="utf-8")
 

@@ -9,12 +9,12 @@ import zero_fn as zf
 from tests.outside.examples.programs import ROOT
 from tests.outside.integrations.architectures import CAUSAL, LLAMA
 from tests.support.profiles import by_night
-from zero_fn.looking.activations import live_bytes
-from zero_fn.looking.configurations import Training, compute_of
-from zero_fn.looking.machines import DEVICES, Machine
-from zero_fn.looking.models import model_of
-from zero_fn.looking.pasted import deepspeed_of, program_of
-from zero_fn.looking.plan_command import _scale_rows, planned, training_of
+from zero_fn.planning.activations import live_bytes
+from zero_fn.planning.configurations import Training, compute_of
+from zero_fn.planning.machines import DEVICES, Machine
+from zero_fn.planning.models import model_of
+from zero_fn.planning.pasted import deepspeed_of, program_of
+from zero_fn.planning.plan_command import _scale_rows, planned, training_of
 
 
 def _config(folder, name, **entries):

@@ -8,8 +8,8 @@ import torch
 
 import zero_fn as zf
 from tests.support.messages import Headed, refusals
-from zero_fn.looking import configurations, plan_command
-from zero_fn.looking.models import model_of
+from zero_fn.planning import configurations, plan_command
+from zero_fn.planning.models import model_of
 
 
 def _of_config(folder, **entries):
