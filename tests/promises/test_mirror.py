@@ -34,7 +34,7 @@ from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.writing import Writing
-from zero_fn.integrations.states import save_states
+from zero_fn.integrations.trainer_checkpoints import save_states
 from zero_fn.local import folder_keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
 
