@@ -33,7 +33,7 @@ from zero_fn.checkpoint.agreement import RankMeeting
 from zero_fn.checkpoint.rank_files import RankFiles
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.shared_memory import MARK, memory_copies
-from zero_fn.integrations.states import save_states
+from zero_fn.integrations.trainer_checkpoints import save_states
 from zero_fn.local import folder_keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
 

@@ -20,10 +20,11 @@ from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from zero_fn.deepspeed.cutting import cut_by_its_plan, split
-from zero_fn.deepspeed.entries import config_of, leaves_of, outcomes_text
+from zero_fn.deepspeed.auto import DEFAULTS, left_to, values_of
+from zero_fn.deepspeed.entries import config_of, filled, outcomes_text
 from zero_fn.deepspeed.placement import made_by
 from zero_fn.deepspeed.settings import Settings, settings_of
+from zero_fn.deepspeed.tensor_parallel import cut_by_its_plan, split
 from zero_fn.errors import ZeroError
 from zero_fn.inspect.planned_bytes import Plan, plan
 from zero_fn.planning.configurations import pretended
@@ -33,24 +34,6 @@ from zero_fn.values.home import Home
 from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["main"]
-
-_TRAINER = {
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 1.0,
-    "bf16.enabled": True,
-    "bfloat16.enabled": True,
-    "fp16.enabled": False,
-    "optimizer.params.lr": 5e-5,
-    "optimizer.params.betas": [0.9, 0.999],
-    "optimizer.params.eps": 1e-8,
-    "optimizer.params.weight_decay": 0.0,
-    "scheduler.params.warmup_min_lr": 0,
-    "scheduler.params.warmup_max_lr": 5e-5,
-    "scheduler.params.warmup_num_steps": 0,
-    "scheduler.params.total_num_steps": 1000,
-}
-"""What stands for `"auto"`: the defaults of TrainingArguments, in bfloat16, for 1000 steps."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,19 +64,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, auto = config_of(options.config), {}
         for each in options.auto:
-            path, _, text = each.partition("=")
+            path, _, text = each.replace("bfloat16.", "bf16.").partition("=")
             auto[path] = text
             with suppress(ValueError):
                 auto[path] = json.loads(text)
-        said = dict(leaves_of(config))
-        filled = {
-            path: value
-            for path, value in _TRAINER.items()
-            if said.get(path) == "auto" and path not in auto
-        }
-        settings = settings_of(config, options.ranks, {**filled, **auto}, others={})
+        config = filled(config, auto)
+        taken = left_to(values_of(DEFAULTS, config), config)
+        settings = settings_of(config, options.ranks, taken, others={})
         print(outcomes_text(settings.outcomes))
-        for path, value in filled.items():
+        for path, value in taken.items():
             print(f"taken for auto: {path} = {value}")
         if options.model:
             print(f"\n{_plan_of(settings, options.model, options.ranks)}")

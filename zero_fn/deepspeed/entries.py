@@ -13,11 +13,11 @@ import difflib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
@@ -31,7 +31,6 @@ __all__ = [
     "config_of",
     "filled",
     "leaves_of",
-    "left_to",
     "outcomes_text",
     "said_by",
     "shown",
@@ -49,7 +48,7 @@ def config_of(config: Config) -> Mapping[str, object]:
         ConfigError: There is no such file, it is not a JSON object, or it has an entry twice.
     """
     if isinstance(config, Mapping):
-        return config
+        return _renamed(config)
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"A DeepSpeed config is a path, JSON or a dict, not {type(config).__name__}.",
@@ -68,7 +67,14 @@ def config_of(config: Config) -> Mapping[str, object]:
             fix="the path of a file of JSON (no comments, no comma before a closing bracket, "
             "no NaN), or the dict itself",
         ) from error
-    return found
+    return _renamed(found)
+
+
+def _renamed(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The config with the section `bfloat16` under its other name, which arguments have."""
+    if "bf16" in config:
+        return config
+    return {"bf16" if name == "bfloat16" else name: value for name, value in config.items()}
 
 
 def _text_of(config: str | os.PathLike[str]) -> str:
@@ -123,19 +129,6 @@ def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str
     return found
 
 
-def left_to(
-    values: Mapping[str, object], config: Mapping[str, object], may_lack: Collection[str]
-) -> dict[str, object]:
-    """Of a program's values, by the paths of entries, those that a config leaves to it:
-    `"auto"`, or missing if it may be."""
-    said = {path: value for path, value in leaves_of(config) if value is not None}
-    return {
-        path: value
-        for path, value in values.items()
-        if value is not None and said.get(path, "auto" if path in may_lack else None) == "auto"
-    }
-
-
 def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """The path and the value of each entry, sections excepted, sorted by name."""
     for name, value in sorted(config.items(), key=lambda item: str(item[0])):
@@ -164,13 +157,6 @@ class RefusedEntry(Exception):
     """An entry that is needed was refused. `Entries.close` raises the error for the user."""
 
 
-class _Problem(NamedTuple):
-    entry: str
-    got: str
-    wants: str
-    fix: str
-
-
 class Entries:
     """The entries of a config, by their paths in `KEYS`."""
 
@@ -178,7 +164,7 @@ class Entries:
         # Outcomes of all entries that were not refused, in the order of the config.
         self.outcomes: list[TakenEntry] = []
         self.autos: list[str] = []  # "auto", and in need of a value
-        self._problems: list[_Problem] = []
+        self._problems: list[dict[str, str]] = []
         self._found: dict[str, tuple[str, object]] = {}  # the name and the value in the config
         self._taken: dict[str, object] = {}  # values that were checked, of entries that have one
         self._refused: set[str] = set()
@@ -233,10 +219,20 @@ class Entries:
         """
         self._refused.add(path)
         entry, value = self._found.get(path, (path, None))
-        problem = _Problem(entry, shown(value) if path in self._found else "nothing", wants, fix)
+        self._note(entry, shown(value) if path in self._found else "nothing", wants, fix)
+        return RefusedEntry(path)
+
+    def refuse_if(self, path: str, *rules: tuple[object, str, str]) -> None:
+        """Refuses an entry if one of some rules is true: each with what is wanted, and a fix."""
+        for is_wrong, wants, fix in rules:
+            if is_wrong:
+                self.refused(path, wants, fix)
+                break
+
+    def _note(self, entry: str, got: str, wants: str, fix: str) -> None:
+        problem = {"entry": entry, "got": got, "wants": wants, "fix": fix}
         if problem not in self._problems:
             self._problems.append(problem)
-        return RefusedEntry(path)
 
     def close(self) -> None:
         """Raises one error for all refused entries, if there are any.
@@ -244,24 +240,22 @@ class Entries:
         Raises:
             ConfigError: Entries were refused, or are `"auto"` and need a value.
         """
-        found = list(self._problems)
         if self.autos:
             first = f'{{"{self.autos[0]}": ...' + ", ..." * (len(self.autos) > 1) + "}"
-            fix = (
-                f"write the value into the config, or beside it auto={first} "
-                "(from_deepspeed, placed)"
+            self._note(
+                ", ".join(self.autos),
+                '"auto"',
+                'a value: only a Trainer fills in "auto"',
+                "write the value into the config, or beside it auto="
+                f"{first} (from_deepspeed, placed)",
             )
-            found.append(
-                _Problem(
-                    ", ".join(self.autos), '"auto"', 'a value: only a Trainer fills in "auto"', fix
-                )
-            )
+        found = self._problems
         if len(found) == 1:
             raise ConfigError(
-                "A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict()
+                "A DeepSpeed config has an entry that cannot be followed.", **found[0]
             )
         if found:
-            lines = (f"{entry} = {got}, wants {wants}; {fix}" for entry, got, wants, fix in found)
+            lines = ("{entry} = {got}, wants {wants}; {fix}".format(**each) for each in found)
             raise ConfigError(
                 f"A DeepSpeed config has {len(found)} entries that cannot be followed.",
                 **{str(number): line for number, line in enumerate(lines, 1)},

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries, said_by, shown
-from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
+from zero_fn.deepspeed.muon_lamb_lion import Lamb, Lion, muon_with_adam
 from zero_fn.errors import ConfigError
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.runtime.elementwise import is_of_bitsandbytes, looks_at_whole_tensors
@@ -35,29 +35,29 @@ from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Stock", "finished", "stock_of", "whole_where_needed"]
 
+_Kind = Callable[..., Optimizer]
 _PARAMS = "optimizer.params"
 _OF_ADAM = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
-_OWN = {"adagrad": torch.optim.Adagrad, "muon": MuonWithAuxAdam, "lamb": Lamb, "lion": Lion}
-_OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
-_OTHERS = {
-    **dict.fromkeys(
-        ("onebitadam", "zerooneadam", "onebitlamb"),
-        '"type": "AdamW": DeepSpeed has removed it, too; "zero_quantized_gradients": '
-        "true sends gradients in 4 bits",
-    ),
+_OWN: Mapping[str, _Kind] = {
+    "adagrad": torch.optim.Adagrad,
+    "muon": muon_with_adam,
+    "lamb": Lamb,
+    "lion": Lion,
 }
-"""Optimizers of DeepSpeed that are not here, by their names in small letters,
-and what to write instead."""
+_OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+_REMOVED = (
+    '"type": "AdamW": DeepSpeed has removed it, too; "zero_quantized_gradients": '
+    "true sends gradients in 4 bits"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A class of optimizers with options. Called with a model, it makes the optimizer."""
+    """A class of optimizers, or a function that makes one, with options.
+    Called with a model, it makes the optimizer."""
 
-    kind: type[Optimizer]
+    make: Callable[..., Optimizer]
     options: Mapping[str, Any]
-    # A function of mup in place of the class, which scales rates.
-    make: Callable[..., Optimizer] | None = None
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over the parameters of a model."""
@@ -65,8 +65,9 @@ class Stock:
 
     def over(self, params: Any, models: Iterable[nn.Module]) -> Optimizer:
         """The optimizer over parameters of some models, or groups of them."""
-        params = groups_of_muon(params, models) if self.kind is MuonWithAuxAdam else params
-        return (self.make or self.kind)(params, **self.options)
+        if self.make is muon_with_adam:
+            return muon_with_adam(params, models, **self.options)
+        return self.make(params, **self.options)
 
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
@@ -115,18 +116,18 @@ def stock_of(entries: Entries) -> Stock | None:
     if not entries.is_given("optimizer"):
         return None
     kind, defaults = _kind(entries)
-    stock = Stock(kind, {**defaults, **_options(entries, kind)}, _of_mup(entries))
+    stock = Stock(kind, {**defaults, **_options(entries, kind)})
     try:  # on a module that is thrown away: wrong options are refused before the model is sharded
-        replace(stock, make=None)(nn.Linear(1, 1))
+        stock(nn.Linear(1, 1))
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         wants = f"what {_named(kind)} takes: {str(error)[:200]}"
         raise entries.refused(
             _PARAMS, wants, f"other values than {shown(dict(stock.options))}"
         ) from error
-    return stock
+    return replace(stock, make=_of_mup(entries) or kind)
 
 
-def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
+def _kind(entries: Entries) -> tuple[_Kind, dict[str, Any]]:
     """The class, and the options whose defaults are DeepSpeed's. [Note: what Adam is]"""
     name = entries["optimizer.type"] or ""
     small = name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
@@ -142,19 +143,17 @@ def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
         return kind, {"lr": 1e-3, "weight_decay": decay, "fused": True}
     if small in _OF_MUP:
         return getattr(torch.optim, _OF_MUP[small].removeprefix("Mu")), {"lr": 1e-3}
-    found = _OWN.get(small, getattr(torch.optim, name, None))
-    if (
-        small in _OTHERS
-        or not (isinstance(found, type) and issubclass(found, Optimizer))
-        or found is Optimizer
-    ):
-        instead = (
-            '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
-        )
-        raise entries.refused(
-            "optimizer.type", "an optimizer of torch.optim by its name", _OTHERS.get(small, instead)
-        )
-    return found, {}
+    found = getattr(torch.optim, name, None)
+    if small in _OWN:
+        return _OWN[small], {}
+    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer:
+        return found, {}
+    instead = '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
+    raise entries.refused(
+        "optimizer.type",
+        "an optimizer of torch.optim by its name",
+        _REMOVED if small in ("onebitadam", "zerooneadam", "onebitlamb") else instead,
+    )
 
 
 def _of_mup(entries: Entries) -> Callable[..., Optimizer] | None:
@@ -171,37 +170,34 @@ def _of_mup(entries: Entries) -> Callable[..., Optimizer] | None:
         ) from error
 
 
-def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
+def _options(entries: Entries, kind: _Kind) -> dict[str, Any]:
     is_adam = kind in (torch.optim.Adam, torch.optim.AdamW)
     taken = inspect.signature(kind).parameters
     known = [name for name in taken if name not in ("params", "defaults")]
-    options, wrong = {}, []
-    for name, value in entries.given_under(_PARAMS).items():
-        path = f"{_PARAMS}.{name}"
-        if name == "max_grad_norm" or (is_adam and name in _OF_ADAM):
-            continue  # read in `_kind`, or refused already unless it has its default
+    # Others are read in `_kind`, or refused already unless they have their default.
+    given = {
+        name: value
+        for name, value in entries.given_under(_PARAMS).items()
+        if name != "max_grad_norm" and not (is_adam and name in _OF_ADAM)
+    }
+    for name, value in given.items():
+        path, near = f"{_PARAMS}.{name}", difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            wrong.append(
-                entries.refused(path, f"an option of {_named(kind)}", (*near, "remove it")[0])
-            )
+            entries.refused(path, f"an option of {_named(kind)}", (*near, "remove it")[0])
         elif not _is_like(value, default := taken[name].default):
             wants = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
             wants = "true or false" if isinstance(default, bool) else wants
             meant = said_by(value)
-            fix = (
-                f'"{name}": {shown(meant)}'
-                if _is_like(meant, default)
-                else f"{wants}, or remove it"
-            )
-            wrong.append(entries.refused(path, wants, fix))
-        options[name] = tuple(value) if isinstance(value, list) else value
-    if wrong:
-        raise wrong[0]
-    return options
+            can_be_meant = _is_like(meant, default)
+            fix = f'"{name}": {shown(meant)}' if can_be_meant else f"{wants}, or remove it"
+            entries.refused(path, wants, fix)
+    return {
+        name: tuple(value) if isinstance(value := entries[f"{_PARAMS}.{name}"], list) else value
+        for name in given
+    }
 
 
-def _named(kind: type[Optimizer]) -> str:
+def _named(kind: _Kind) -> str:
     return (
         f"{'torch.optim' if kind.__module__.startswith('torch.') else 'DeepSpeed'}.{kind.__name__}"
     )

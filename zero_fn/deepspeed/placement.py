@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zero_fn.deepspeed.autocast import run_under_autocast
-from zero_fn.deepspeed.computing import Computing
-from zero_fn.deepspeed.cutting import require_experts, units_around
+from zero_fn.deepspeed.precision import Computing, run_under_autocast
 from zero_fn.deepspeed.settings import Settings, Sharding
+from zero_fn.deepspeed.tensor_parallel import require_experts, units_around
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.inspect.describe import home_of
 from zero_fn.runtime.registry import units_of
@@ -27,13 +26,15 @@ from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.values.mesh import axes_text, mesh_axis, root_of, unflattened
+from zero_fn.values.mesh import Axis, axes_text, mesh_axis, root_of, unflattened
 from zero_fn.values.tiers import IN_MEMORY, cpu
 from zero_fn.values.units import Units
 
 __all__ = ["made_by", "mesh_of", "placed_by", "ready_to_run", "require_placed"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def made_by(settings: Settings, mesh: DeviceMesh, model: M) -> M:
@@ -49,7 +50,7 @@ def ready_to_run(settings: Settings, placed: M, tensor: DeviceMesh | None = None
         placed = checkpoint_activations(
             placed, partition=tensor, offload=cpu() if settings.computing.parks else None
         )
-    axes = next((axes for unit in units_of(placed) if (axes := run_of(unit).transport.axes)), ())
+    axes = _axes_of(placed)
     if settings.computing.autocast is not None:
         run_under_autocast(
             placed, axes[0].device_type if axes else "cpu", settings.computing.autocast
@@ -77,8 +78,9 @@ def placed_by(
     """
 
     def is_widened(name: str, parameter: Tensor) -> bool:
-        is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-        return is_narrow and (parameter.requires_grad or settings.computing.compute is None)
+        return parameter.dtype in _NARROW and (
+            parameter.requires_grad or settings.computing.compute is None
+        )
 
     if mesh_of(model) is not None:
         mesh = require_placed(settings, mesh, model)
@@ -89,32 +91,24 @@ def placed_by(
         require_experts(model, mesh, settings.cuts.experts)
     units = units_around(model, sharding.leaves) if units is None else units
     placed, tiers = _sharded(model, settings, mesh, units, donate=donate), sharding.tiers
-    in_flight = partial(precision, compute=settings.computing.compute or torch.float32, donate=True)
-    if (
-        settings.computing.compute is not None
-        or sharding.gather is not None
-        or sharding.scatter is not None
-    ):
-        reduce = sharding.scatter or settings.computing.reduce
-        placed = in_flight(
-            placed, reduce=reduce, gather=sharding.gather, grads=settings.computing.grads
-        )
-    if sharding.gather_frozen is not None and not all(
-        parameter.requires_grad for parameter in placed.parameters()
-    ):
-        placed = in_flight(
-            placed,
-            gather=sharding.gather_frozen,
-            reduce=settings.computing.reduce,
-            where=_is_frozen,
-        )
-    if settings.computing.rest is not None:
-        placed = in_flight(placed, reduce=settings.computing.reduce, rest=settings.computing.rest)
+    computing = settings.computing
+    in_flight = partial(
+        precision,
+        compute=computing.compute or torch.float32,
+        reduce=computing.reduce,
+        donate=True,
+    )
+    if (computing.compute, sharding.gather, sharding.scatter) != (None, None, None):
+        reduce = sharding.scatter or computing.reduce
+        placed = in_flight(placed, reduce=reduce, gather=sharding.gather, grads=computing.grads)
+    are_frozen = not all(parameter.requires_grad for parameter in placed.parameters())
+    if sharding.gather_frozen is not None and are_frozen:
+        placed = in_flight(placed, gather=sharding.gather_frozen, where=_is_frozen)
+    if computing.rest is not None:
+        placed = in_flight(placed, rest=computing.rest)
     elif any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
-        placed = in_flight(
-            placed, reduce=settings.computing.reduce, rest=torch.float32, where=is_widened
-        )
-    _cast_buffers(placed, settings.computing)
+        placed = in_flight(placed, rest=torch.float32, where=is_widened)
+    _cast_buffers(placed, computing)
     if tiers == IN_MEMORY:
         return placed
     return offload(
@@ -148,7 +142,7 @@ def _cast_buffers(model: nn.Module, computing: Computing) -> None:
                 fnmatchcase(at + own, word) for word in kept
             )
             dtype = torch.float32 if is_kept else computing.buffers
-            if dtype is not None and buffer.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if dtype is not None and buffer.dtype in (torch.float32, *_NARROW):
                 setattr(module, own, buffer.to(dtype))
 
 
@@ -156,12 +150,16 @@ def _is_frozen(_: str, parameter: Tensor) -> bool:
     return not parameter.requires_grad
 
 
+def _axes_of(model: nn.Module) -> tuple[Axis, ...]:
+    return next((axes for unit in units_of(model) if (axes := run_of(unit).transport.axes)), ())
+
+
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh over which a model is placed: its data axis, or two of them, the outer one first.
 
     None of any other model.
     """
-    axes = next((axes for unit in units_of(model) if (axes := run_of(unit).transport.axes)), ())
+    axes = _axes_of(model)
     if len(axes) < 2:
         return axes[0].mesh if axes else None
     return root_of(axes[0].mesh)[tuple(axis.name for axis in reversed(axes))]
@@ -176,10 +174,8 @@ def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> De
     but for tiers, where they would make room.
     """
     own, twin, sharding = mesh_of(model) or mesh, nn.Module(), settings.sharding
-    if (own.device_type, own.mesh.flatten().tolist()) != (
-        mesh.device_type,
-        mesh.mesh.flatten().tolist(),
-    ):
+    first, second = ((each.device_type, each.mesh.flatten().tolist()) for each in (own, mesh))
+    if first != second:
         raise MeshError(
             "A model was placed over another mesh than the one that is given "
             "with its DeepSpeed config.",
@@ -224,17 +220,12 @@ def _sharded(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, do
     # Stage 3 without anything to shard is stage 2.
     stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage
     where = is_large if stage == 3 and whole else None
-    transforms: tuple[Callable[..., M], ...] = (
-        replicate,
-        shard_optimizer,
-        shard_grads,
-        shard_params,
-    )
-    cut = partial(transforms[stage], units=units, donate=donate, where=where)
+    transform: Callable[..., M] = (replicate, shard_optimizer, shard_grads, shard_params)[stage]
+    cut = partial(transform, units=units, donate=donate, where=where)
     if settings.cuts.experts > 1:
         own = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
         first = cut(model, mesh[names[0]])
-        return transforms[stage](
+        return transform(
             first, mesh[names[1]], where=lambda name, _: name not in own | whole, donate=True
         )
     if sharding.secondary == 1 or sharding.secondary >= mesh.size():

@@ -5,26 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero_fn.deepspeed.computing import COMPUTING, TENSOR, Computing
 from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
 from zero_fn.deepspeed.keys import KEYS
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
-from zero_fn.deepspeed.rates import Rates, rates_of
+from zero_fn.deepspeed.precision import COMPUTING, TENSOR, Computing
 from zero_fn.deepspeed.reporter import Reporting, reporting_of
+from zero_fn.deepspeed.schedulers import Rates, rates_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.wire import Wire, int4, int8
 
 __all__ = ["Cuts", "Settings", "Sharding", "settings_of"]
 
 _ZERO, _CLIPPING = "zero_optimization", "gradient_clipping"
+_CUTS = {
+    **dict.fromkeys(TENSOR, "tensor"),
+    "sequence_parallel_size": "sequence",
+    "pipeline_parallel.pp_size": "stages",
+}
 _EXPERTS = {
     "moe_expert_parallel_size": None,
     "moe.ep_size": "moe.enabled",
@@ -177,73 +182,71 @@ def _skips_overflow(entries: Entries) -> bool:
 
 def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cuts:
     """The sizes of other kinds of parallelism, against the axes that there are."""
-    sizes = {
-        **dict.fromkeys(TENSOR, "tensor"),
-        "sequence_parallel_size": "sequence",
-        "pipeline_parallel.pp_size": "stages",
-    }
-    found, wrong = Cuts(), []
-    for path, kind in sizes.items():
-        if (size := entries[path]) in (0, 1):
-            continue
-        if others is None:
-            fix = "zf.from_deepspeed(model, config, mesh) and a loop of your own; or remove it"
-            wrong.append(entries.refused(path, "1: here each rank has batches of its own", fix))
-        elif kind == "sequence" and kind in others:
-            wants = "one axis of all ranks that hold parameters together"
-            fix = 'mesh["dp", "sp"]._flatten()'
-            wrong.append(entries.refused(path, wants, fix))
-        elif kind in others and size != others[kind]:
-            wrong.append(
-                entries.refused(
-                    path, f"{others[kind]}, the ranks of that axis", "that number, or remove it"
-                )
-            )
-        elif kind == "stages" and kind not in others:
-            fix = (
+    asked = {path: kind for path, kind in _CUTS.items() if entries[path] not in (0, 1)}
+    found: dict[str, int] = {}
+    for path, kind in asked.items():
+        size, there = entries[path], (others or {}).get(kind)
+        entries.refuse_if(
+            path,
+            (
+                others is None,
+                "1: here each rank has batches of its own",
+                "zf.from_deepspeed(model, config, mesh) and a loop of your own; or remove it",
+            ),
+            (
+                kind == "sequence" and there is not None,
+                "one axis of all ranks that hold parameters together",
+                'mesh["dp", "sp"]._flatten()',
+            ),
+            (
+                there not in (None, size),
+                f"{there}, the ranks of that axis",
+                "that number, or remove it",
+            ),
+            (
+                kind == "stages" and there is None,
+                "a part of the model, and the axis of the parts",
                 'zf.from_deepspeed(part, config, mesh["dp"], '
-                'pipeline=mesh["pp"]) (docs/guides/pipelines.md)'
-            )
-            wrong.append(
-                entries.refused(path, "a part of the model, and the axis of the parts", fix)
-            )
-        elif kind not in others and ranks % size:
-            wrong.append(
-                entries.refused(
-                    path, f"a divisor of {ranks} ranks", "such a divisor, or other ranks"
-                )
-            )
-        elif (said := getattr(found, kind)) not in (1, size):
-            wrong.append(
-                entries.refused(path, f"{said}, as another entry of it", "remove one of the two")
-            )
-        found = replace(found, **{kind: size})
+                'pipeline=mesh["pp"]) (docs/guides/pipelines.md)',
+            ),
+            (
+                there is None and ranks % size,
+                f"a divisor of {ranks} ranks",
+                "such a divisor, or other ranks",
+            ),
+            (
+                found.setdefault(kind, size) != size,
+                f"{found[kind]}, as another entry of it",
+                "remove one of the two",
+            ),
+        )
     for path, switch in _EXPERTS.items():
         if entries[path] > 1 and (switch is None or entries[switch]):
-            if found.experts not in (1, entries[path]):
-                wrong.append(
-                    entries.refused(
-                        path, f"{found.experts}, as another entry of it", "remove one of the two"
-                    )
-                )
-            found = replace(found, experts=entries[path])
-            if entries[f"{_ZERO}.zero_hpz_partition_size"] > 1:
-                wrong.append(
-                    entries.refused(
-                        path, "no second partition beside it", '"zero_hpz_partition_size": 1'
-                    )
-                )
-    routes = [
-        path
-        for path in entries.given_under("expert_parallel")
-        if f"expert_parallel.{path}" not in KEYS
-    ]
-    if routes and entries["expert_parallel.enabled"]:
-        fix = "remove it: the layer of the model routes (docs/guides/experts.md)"
-        wrong.append(entries.refused(f"expert_parallel.{routes[0]}", "no options of routing", fix))
-    if wrong:
-        raise wrong[0]
-    return found
+            asked[path], size = "experts", entries[path]
+            entries.refuse_if(
+                path,
+                (
+                    found.setdefault("experts", size) != size,
+                    f"{found['experts']}, as another entry of it",
+                    "remove one of the two",
+                ),
+                (
+                    entries[f"{_ZERO}.zero_hpz_partition_size"] > 1,
+                    "no second partition beside it",
+                    '"zero_hpz_partition_size": 1',
+                ),
+            )
+    for name in entries.given_under("expert_parallel"):
+        path = f"expert_parallel.{name}"
+        entries.refuse_if(
+            path,
+            (
+                path not in KEYS and entries["expert_parallel.enabled"],
+                "no options of routing",
+                "remove it: the layer of the model routes (docs/guides/experts.md)",
+            ),
+        )
+    return Cuts(**{kind: entries[path] for path, kind in asked.items()})
 
 
 def _sharding(entries: Entries) -> Sharding:
@@ -252,42 +255,32 @@ def _sharding(entries: Entries) -> Sharding:
     states = _tier(entries, f"{_ZERO}.offload_optimizer", f"{_ZERO}.cpu_offload")
     params = _tier(entries, f"{_ZERO}.offload_param", f"{_ZERO}.cpu_offload_param")
     fraction = entries[f"{_ZERO}.offload_optimizer.ratio"]
-    persist_numel = entries[f"{_ZERO}.stage3_param_persistence_threshold"]
-    wrong = []
-    if secondary > 1 and stage != 3:
-        wrong.append(
-            entries.refused(f"{_ZERO}.zero_hpz_partition_size", "1 below stage 3", '"stage": 3')
-        )
-    if states is not None and stage == 0:
-        wants = "none: at stage 0 these are states of replicas"
-        wrong.append(entries.refused(f"{_ZERO}.offload_optimizer.device", wants, '"stage": 2'))
-    if stage == 0 and entries[f"{_ZERO}.zero_quantized_weights"]:
-        wrong.append(
-            entries.refused(
-                f"{_ZERO}.zero_quantized_weights", "false: no weights are sent", '"stage": 3'
-            )
-        )
-    if wrong:
-        raise wrong[0]
+    gather, frozen = (
+        entries[f"{_ZERO}.zero_quantized_{name}weights"] for name in ("", "nontrainable_")
+    )
+    for name, is_wrong, wants, least in (
+        ("zero_hpz_partition_size", secondary > 1 and stage != 3, "1 below stage 3", 3),
+        (
+            "offload_optimizer.device",
+            states is not None and stage == 0,
+            "none: at stage 0 these are states of replicas",
+            2,
+        ),
+        ("zero_quantized_weights", gather and stage == 0, "false: no weights are sent", 3),
+    ):
+        entries.refuse_if(f"{_ZERO}.{name}", (is_wrong, wants, f'"stage": {least}'))
     if states is None or fraction == 0:
         states, fraction = None, 1.0
     # Parameters in a tier are stepped on the host, so their states rest there too,
     # unless the config says otherwise.
     optim = states or (cpu() if params is not None else None)
     grads = states if entries[f"{_ZERO}.offload_optimizer.gradients"] else None
-    gather, frozen = (
-        entries[f"{_ZERO}.zero_quantized_{name}weights"] for name in ("", "nontrainable_")
-    )
     return Sharding(
         stage,
         secondary,
-        persist_numel if stage == 3 else 0,
+        entries[f"{_ZERO}.stage3_param_persistence_threshold"] if stage == 3 else 0,
         entries[f"{_ZERO}.stage3_model_persistence_threshold"],
-        tuple(
-            word
-            for kind in ("classes", "names", "name_suffixes")
-            for word in _leaves(entries, kind)
-        ),
+        tuple(_leaves(entries)),
         Tiers(params, grads, optim, fraction),
         gather=int8() if gather else None,
         gather_frozen=int8() if frozen and not gather else None,
@@ -295,15 +288,13 @@ def _sharding(entries: Entries) -> Sharding:
     )
 
 
-def _leaves(entries: Entries, kind: str) -> Iterator[str]:
+def _leaves(entries: Entries) -> Iterator[str]:
     """Modules that are wholes, as `units=` names them: a class by its last name,
     an end of a name by a pattern."""
-    for word in entries.words(f"{_ZERO}.leaf_module.{kind}"):
-        yield {
-            "classes": f"class {word.rpartition('.')[2]}",
-            "names": word,
-            "name_suffixes": f"*{word}",
-        }[kind]
+    section = f"{_ZERO}.leaf_module"
+    yield from (f"class {word.rpartition('.')[2]}" for word in entries.words(f"{section}.classes"))
+    yield from entries.words(f"{section}.names")
+    yield from (f"*{word}" for word in entries.words(f"{section}.name_suffixes"))
 
 
 def _tier(entries: Entries, section: str, older: str) -> Tier | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_fn.checkpoint.huggingface.read import load_pretrained
-from zero_fn.deepspeed.cutting import cut_by_its_plan, other_axes, split
 from zero_fn.deepspeed.entries import (
     Config,
     TakenEntry,
@@ -31,8 +29,10 @@ from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.placement import placed_by, ready_to_run
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings, settings_of
+from zero_fn.deepspeed.tensor_parallel import cut_by_its_plan, other_axes, split
 from zero_fn.errors import ConfigError
 from zero_fn.monitor.gradient_norm import clip_grad_norm
+from zero_fn.transforms.accumulation_window import AccumulationWindow
 from zero_fn.transport.agree import axes_of, done_over, same_along, sum_along
 from zero_fn.values.chained_optimizer import Optimizers
 from zero_fn.values.mesh import mesh_axis
@@ -81,8 +81,7 @@ class DeepSpeedSetup(Generic[M]):
         skipped_steps: Those of them that were skipped because gradients were not finite.
         micro_steps: Microbatches of `zero_fn.deepspeed.backward` so far.
         norm: Of all gradients in the last step, before clipping; None if it was not measured.
-        block: In which `zero_fn.deepspeed.backward` sums gradients of
-            microbatches, while it is open.
+        window: In which `zero_fn.deepspeed.backward` sums the gradients of microbatches.
     """
 
     model: M
@@ -98,7 +97,7 @@ class DeepSpeedSetup(Generic[M]):
     skipped_steps: int = 0
     micro_steps: int = 0
     norm: float | None = None
-    block: ExitStack | None = None
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
 
     @property
     def micro_batch_size(self) -> int:
@@ -368,10 +367,7 @@ def agreed_settings(
     failure: ConfigError | None = None
     sizes = None if others is None else {kind: axis.size() for kind, axis in others.items()}
     try:
-        found = dict(config_of(config))
-        # Another name of the section, which no argument of a Trainer has.
-        if "bfloat16" in found and "bf16" not in found:
-            found["bf16"] = found.pop("bfloat16")
+        found = config_of(config)
         values = {path.replace("bfloat16.", "bf16."): value for path, value in auto(found).items()}
         if is_placing:
             found = {

@@ -2,13 +2,14 @@
 
 `import zero_fn` imports none of these modules, nor those libraries.
 
-placing          transforms a plain model, and gives its optimizer the new parameters
-states           whole values for files that anybody reads; checkpoints to which
-                 each rank writes what it owns
-window           reduces gradients once for microbatches that a trainer runs one by one
-accelerate       `ZeroAccelerator`
-pretrained       `placed`: `from_pretrained` straight into shards
-trainer_config   a DeepSpeed config beside the arguments of a Trainer
-transformers     `ZeroTrainer`, and `ZeroTrainerMixin` for any other Trainer
-lightning        `ZeroStrategy`
+transformers         `ZeroTrainer`, and `ZeroTrainerMixin` for any other Trainer
+accelerate           `ZeroAccelerator`
+from_pretrained      `placed`: `from_pretrained` straight into shards
+model_placement      transforms a plain model, and gives its optimizer the new parameters
+adapters             what adapters and prompts of PEFT need
+model_files          the model in a Trainer's folder, which `from_pretrained` reads
+trainer_checkpoints  what each rank owns of models and optimizers, and whole values
+trainer_config       a DeepSpeed config beside the arguments of a Trainer
+accelerator_config   a DeepSpeed config in a ZeroAccelerator
+metrics              numbers of `zf.metrics`, and reports of a config, in a Trainer's log
 """

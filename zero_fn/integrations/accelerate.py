@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import zero_fn as zf
 from zero_fn.deepspeed.optimizers import whole_where_needed
 from zero_fn.integrations.accelerator_config import AcceleratorConfig, config_asked
-from zero_fn.integrations.placing import (
+from zero_fn.integrations.model_placement import (
     Place,
     exchange_parameters,
     place_module,
@@ -35,7 +35,8 @@ from zero_fn.integrations.placing import (
     refuse_stale,
     replaced_since,
 )
-from zero_fn.integrations.states import (
+from zero_fn.integrations.trainer_checkpoints import (
+    STATES,
     load_states,
     model_of,
     note_overwriting,
@@ -43,17 +44,13 @@ from zero_fn.integrations.states import (
     save_states,
     whole_state,
 )
-from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.monitor.gradient_norm import clip_grad_norm
 from zero_fn.runtime.registry import runs_of
 from zero_fn.runtime.slot import slot_of
+from zero_fn.transforms.accumulation_window import AccumulationWindow
 from zero_fn.values.chained_optimizer import as_one
 
-__all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
-
-STATES = "zero_fn"
-"""The folder, inside a checkpoint of accelerate or of a Trainer,
-to which each rank writes the shards that it owns."""
+__all__ = ["ZeroAccelerator", "bare", "begin_placing", "require_own_samples"]
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
@@ -64,15 +61,12 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_optimizers(item: Any) -> bool:
-    return (
-        isinstance(item, list | tuple)
-        and bool(item)
-        and all(isinstance(each, Optimizer) for each in item)
-    )
+    is_sequence = isinstance(item, list | tuple) and bool(item)
+    return is_sequence and all(isinstance(each, Optimizer) for each in item)
 
 
-def _whole_where_needed(item: Any) -> Any:
-    return whole_where_needed(item) if isinstance(item, Optimizer) and bare(item) is item else item
+def _is_bare(item: Any) -> bool:
+    return isinstance(item, Optimizer) and bare(item) is item
 
 
 def require_own_samples(model: nn.Module, processes: int) -> None:
@@ -89,6 +83,27 @@ def require_own_samples(model: nn.Module, processes: int) -> None:
                 fix="transforms over all processes; with tensor parallelism a loop of your own, "
                 "and DistributedSampler(data, mesh['dp'].size(), mesh['dp'].get_local_rank())",
             )
+
+
+def begin_placing(accelerator: Any, place: Place[nn.Module] | None) -> None:
+    """Lets a ZeroAccelerator place models: what comes after the `__init__` of an Accelerator,
+    to which a Trainer assigns this class.
+
+    float16 is refused where accelerate would compute in float32 and
+    scale no loss, without a word.
+    """
+    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
+        raise zf.errors.ConfigError(
+            "accelerate has no float16 on this device: "
+            "it would compute in float32, and scale no loss.",
+            device=accelerator.device.type,
+            fix='mixed_precision="bf16" (of a Trainer bf16=True); '
+            'or a DeepSpeed config with "fp16": {"enabled": true}, '
+            "whose loss scale works here, too: ZeroTrainer(..., "
+            "deepspeed=config), zf.from_deepspeed",
+        )
+    accelerator.place = place
+    accelerator._window = AccumulationWindow()
 
 
 class ZeroAccelerator(Accelerator):
@@ -156,26 +171,7 @@ class ZeroAccelerator(Accelerator):
             with patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="false"):
                 # The config's precision is a transform, and autocast would come on top.
                 super().__init__(*args, mixed_precision="no", **options)
-        self._begin(place)
-
-    def _begin(self, place: Place[nn.Module] | None = None) -> None:
-        """What comes after the `__init__` of an Accelerator, to which a Trainer assigns this class.
-
-        float16 is refused where accelerate would compute in float32 and
-        scale no loss, without a word.
-        """
-        if self.mixed_precision == "fp16" and not self.native_amp:
-            raise zf.errors.ConfigError(
-                "accelerate has no float16 on this device: "
-                "it would compute in float32, and scale no loss.",
-                device=self.device.type,
-                fix='mixed_precision="bf16" (of a Trainer bf16=True); '
-                'or a DeepSpeed config with "fp16": {"enabled": true}, '
-                "whose loss scale works here, too: ZeroTrainer(..., "
-                "deepspeed=config), zf.from_deepspeed",
-            )
-        self.place = place
-        self._window = AccumulationWindow()
+        begin_placing(self, place)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepares models, then optimizers, loaders and schedulers,
@@ -209,7 +205,7 @@ class ZeroAccelerator(Accelerator):
                     require_own_samples(item, self.num_processes)
         refuse_stale([bare(item) for item in objects if isinstance(item, Optimizer)])
         if self.config is None:
-            objects = tuple(_whole_where_needed(item) for item in objects)
+            objects = tuple(whole_where_needed(it) if _is_bare(it) else it for it in objects)
             return super().prepare(*objects, **options)
         prepared = super().prepare(*self.config.completed(self, objects), **options)
         self.config.follow_steps(self, prepared if len(objects) > 1 else [prepared])
@@ -325,7 +321,7 @@ class ZeroAccelerator(Accelerator):
     def end_training(self) -> None:
         """Ends trackers, and what a DeepSpeed config reports to."""
         if self.config is not None:
-            self.config.resume(self.config.steps, self.config.skipped)
+            self.config.resume(**self.config.counts)
         super().end_training()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -337,15 +333,11 @@ class ZeroAccelerator(Accelerator):
         if not zf.inspect.is_transformed(model):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
-        saved = (
-            None
-            if self.config is None or self.config.settings is None
-            else self.config.settings.computing.saved
-        )
+        settings = None if self.config is None else self.config.settings
         return whole_state(
             self.unwrap_model(model, keep_torch_compile=False),
             keep=self.is_main_process,
-            dtype=saved,
+            dtype=None if settings is None else settings.computing.saved,
         )
 
     def save_state(
@@ -371,11 +363,7 @@ class ZeroAccelerator(Accelerator):
         ):
             folder = super().save_state(output_dir, safe_serialization, **options)
         if models:
-            counts = (
-                None
-                if self.config is None
-                else {"steps": self.config.steps, "skipped": self.config.skipped}
-            )
+            counts = None if self.config is None else self.config.counts
             save_states(Path(folder) / STATES, models, optimizers, counts)
         return folder
 
@@ -402,7 +390,7 @@ class ZeroAccelerator(Accelerator):
         if models:
             counts = load_states(folders[0], models, optimizers)
             if self.config is not None:
-                self.config.resume(counts.get("steps", 0), counts.get("skipped", 0))
+                self.config.resume(**counts)
 
     @contextmanager
     def _without_transformed(
@@ -410,21 +398,11 @@ class ZeroAccelerator(Accelerator):
     ) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:
         """Hides transformed models and their optimizers, which it yields with the model of each,
         from accelerate: it would save the shards of one rank only."""
-        models, optimizers = self._models, self._optimizers
-        transformed = [model for model in models if zf.inspect.is_transformed(model)]
-        owned = [(optimizer, model_of(optimizer, transformed)) for optimizer in optimizers]
-        self._models = [model for model in models if not zf.inspect.is_transformed(model)]
-        self._optimizers = [optimizer for optimizer, owner in owned if owner is None]
         bare_model = partial(self.unwrap_model, keep_torch_compile=False)
-        try:
-            yield (
-                [bare_model(model) for model in transformed],
-                [
-                    (bare_model(owner), bare(optimizer))
-                    for optimizer, owner in owned
-                    if owner is not None
-                ],
-            )
-        finally:
-            self._models = models
-            self._optimizers = optimizers
+        models = [model for model in self._models if zf.inspect.is_transformed(model)]
+        owners = [(model_of(each, models), each) for each in self._optimizers]
+        owned = [(bare_model(owner), bare(each)) for owner, each in owners if owner is not None]
+        others = [model for model in self._models if not zf.inspect.is_transformed(model)]
+        alone = [each for owner, each in owners if owner is None]
+        with patch.multiple(self, _models=others, _optimizers=alone):
+            yield [bare_model(model) for model in models], owned

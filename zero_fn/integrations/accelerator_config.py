@@ -24,20 +24,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import zero_fn as zf
-from zero_fn.deepspeed.entries import leaves_of, left_to
+from zero_fn.deepspeed.auto import BATCHES, left_to, values_of
+from zero_fn.deepspeed.entries import leaves_of
 from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.placement import made_by, mesh_of, require_placed
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import agreed_settings
-from zero_fn.integrations.placing import all_ranks
+from zero_fn.integrations.model_placement import all_ranks
 from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["AcceleratorConfig", "config_asked", "follow_settings"]
-
-_WHOLE = "train_batch_size"
-_MICRO = "train_micro_batch_size_per_gpu"
-_STEPS = "gradient_accumulation_steps"
 
 
 def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
@@ -128,33 +125,30 @@ class AcceleratorConfig:
             ConfigError: The config and the program have an optimizer or a
                 scheduler each, or neither has.
         """
-        stock, schedule = (
-            (None, None)
-            if self.settings is None
-            else (self.settings.stock, self.settings.scheduler)
-        )
+        own = self.settings
         models = [*accelerator._models, *(each for each in objects if isinstance(each, nn.Module))]
         found = []
         for each in objects:
-            if isinstance(each, Optimizer | DummyOptim) and not _is_prepared(each):
-                _require_one("optimizer", stock, each, DummyOptim)
-            elif isinstance(each, LRScheduler | DummyScheduler) and not _is_prepared(each):
-                _require_one("scheduler", schedule, each, DummyScheduler)
-            found.append(
-                stock.over(each.params, models) if stock and isinstance(each, DummyOptim) else each
-            )
+            if not _is_prepared(each):
+                _require_one("optimizer", own and own.stock, each, Optimizer, DummyOptim)
+                _require_one("scheduler", own and own.scheduler, each, LRScheduler, DummyScheduler)
+            if own and own.stock and isinstance(each, DummyOptim):
+                each = own.stock.over(each.params, models)
+            found.append(each)
         return tuple(found)
 
     def completed(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
         """The objects, with optimizers as the config has them stepped (streamed, by owners), and
         schedulers in place of a DummyScheduler."""
         tiers = IN_MEMORY if self.settings is None else self.settings.sharding.tiers
-        optimizers, found = [each.optimizer for each in accelerator._optimizers], list(objects)
-        for number, each in enumerate(found):
-            if isinstance(each, Optimizer):
-                if not _is_prepared(each):
-                    found[number] = finished(each, tiers)
-                optimizers.append(found[number])
+        found: list[Any] = [
+            finished(each, tiers)
+            if isinstance(each, Optimizer) and not _is_prepared(each)
+            else each
+            for each in objects
+        ]
+        optimizers = [each.optimizer for each in accelerator._optimizers]
+        optimizers += [each for each in found if isinstance(each, Optimizer)]
         different = {
             id(own): own for own in (getattr(each, "optimizer", each) for each in optimizers)
         }
@@ -205,6 +199,11 @@ class AcceleratorConfig:
         self.is_clipped = True
         return own
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint has for `resume`."""
+        return {"steps": self.steps, "skipped": self.skipped}
+
     def resume(self, steps: int = 0, skipped: int = 0) -> None:
         """Goes on after so many steps.
 
@@ -253,19 +252,35 @@ def _auto_of(
     accelerator: Any, objects: Sequence[Any], precision: str, config: Mapping[str, object]
 ) -> Mapping[str, object]:
     """What the program says where the config says `"auto"`, by the paths of entries."""
-    said, n = dict(leaves_of(config)), accelerator.num_processes
+    ranks = accelerator.num_processes
+    # Whose loaders and schedulers count batches and steps of all ranks together.
+    shared = ranks if accelerator.split_batches else 1
     sizes: list[Any] = [each.batch_size for each in objects if isinstance(each, DataLoader)]
-    own: Any = (
-        None
-        if not sizes or None in sizes
-        else min(sizes) // (n if accelerator.split_batches else 1)
-    )
-    micro, steps = (
-        value if said.get(path, "auto") in ("auto", None) else said[path]
-        for path, value in ((_MICRO, own), (_STEPS, accelerator.gradient_accumulation_steps))
-    )
-    whole = micro * steps * n if isinstance(micro, int) and isinstance(steps, int) else None
-    values = {_WHOLE: whole, _MICRO: micro, _STEPS: steps, "gradient_clipping": 1.0}
+    arguments = {
+        "per_device_train_batch_size": None if not sizes or None in sizes else min(sizes) // shared,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "max_grad_norm": 1.0,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+    }
+    for each in objects:
+        if isinstance(each, DummyOptim):
+            arguments |= {"learning_rate": each.lr, "weight_decay": each.weight_decay}
+        elif isinstance(each, DummyScheduler) and each.lr_scheduler_callable is None:
+            rates = getattr(each.optimizer, "defaults", None) or vars(each.optimizer)
+            arguments["learning_rate"] = rates.get("lr")
+            arguments["warmup_steps"] = max(1, each.warmup_num_steps)
+            if each.total_num_steps is not None:
+                arguments["the steps of the training"] = math.ceil(
+                    each.total_num_steps * shared / ranks
+                )
+    _require_one_dtype(precision, dict(leaves_of(config)))
+    values = values_of(arguments, config, ranks)
+    return left_to(values, config, {*BATCHES, f"{precision}.enabled"})
+
+
+def _require_one_dtype(precision: str, said: Mapping[str, object]) -> None:
+    """Requires that a config computes in the dtype of `mixed_precision`."""
     asked, dtypes = f"{precision}.enabled", {"bf16.enabled", "fp16.enabled"}
     if precision != "no" and (
         asked not in dtypes
@@ -278,31 +293,12 @@ def _auto_of(
             config=", ".join(f"{path} = {said.get(path)}" for path in sorted(dtypes)),
             fix='the same dtype in both; or "auto" in the config',
         )
-    values |= {path: path == asked for path in dtypes}
-    for each in objects:
-        if isinstance(each, DummyOptim):
-            values |= {
-                "optimizer.params.lr": each.lr,
-                "optimizer.params.weight_decay": each.weight_decay,
-            }
-        elif isinstance(each, DummyScheduler) and each.lr_scheduler_callable is None:
-            rates = getattr(each.optimizer, "defaults", None) or vars(each.optimizer)
-            total = each.total_num_steps
-            values |= {
-                "scheduler.params.warmup_min_lr": 0,
-                "scheduler.params.warmup_max_lr": rates.get("lr"),
-                "scheduler.params.warmup_num_steps": max(1, each.warmup_num_steps),
-                "scheduler.params.total_num_steps": total
-                if total is None or accelerator.split_batches
-                else math.ceil(total / n),
-            }
-    return left_to(values, config, {_WHOLE, _MICRO, _STEPS, asked})
 
 
-def _require_one(name: str, own: object, each: Any, dummy: type) -> None:
+def _require_one(name: str, own: object, each: Any, kind: type, dummy: type) -> None:
     """Requires that the optimizer or the scheduler is made in one way: `own`,
     by the config, or by the program."""
-    if own is not None and not isinstance(each, dummy):
+    if own is not None and isinstance(each, kind):
         raise zf.errors.ConfigError(
             f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
             program=type(each).__name__,

@@ -17,30 +17,32 @@ embeddings, fuses heads, and copies it as a reference model. So the model is tra
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, Trainer
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import Trainer
 
 import zero_fn as zf
-from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.deepspeed.optimizers import finished, whole_where_needed
 from zero_fn.deepspeed.placement import made_by, mesh_of, require_placed
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
+from zero_fn.integrations.accelerate import (
+    ZeroAccelerator,
+    bare,
+    begin_placing,
+    require_own_samples,
+)
 from zero_fn.integrations.accelerator_config import follow_settings
+from zero_fn.integrations.from_pretrained import placed
 from zero_fn.integrations.metrics import LogsMetrics, ReportsCallback
-from zero_fn.integrations.placing import (
+from zero_fn.integrations.model_files import load_model, write_model
+from zero_fn.integrations.model_placement import (
     Place,
     all_ranks,
     exchange_parameters,
@@ -49,8 +51,7 @@ from zero_fn.integrations.placing import (
     refuse_stale,
     run_together,
 )
-from zero_fn.integrations.pretrained import placed
-from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
+from zero_fn.integrations.trainer_checkpoints import STATES, load_states, save_states
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.values.chained_optimizer import ChainedOptimizer, as_one
 
@@ -222,7 +223,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         super().create_accelerator_and_postprocess()
         # The Trainer offers no way to choose the class of its accelerator.
         self.accelerator.__class__ = ZeroAccelerator
-        self.accelerator._begin()
+        begin_placing(self.accelerator, None)
 
     @property
     def skipped_steps(self) -> int:
@@ -243,14 +244,13 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if is_new and self.settings is not None and self.settings.stock is not None:
             self.optimizer = self.settings.stock(self.model)
         super().create_optimizer(*args, **options)
-        if self._finish is not None and (is_new or not self._is_finished):
+        if is_new or not self._is_finished:
             self._is_finished = True
+            finish = self._finish or whole_where_needed
             chained = isinstance(self.optimizer, ChainedOptimizer)
             self.optimizer = (
-                self.optimizer.wrapped_by(self._finish) if chained else self._finish(self.optimizer)
+                self.optimizer.wrapped_by(finish) if chained else finish(self.optimizer)
             )
-        elif self._finish is None:
-            self.optimizer = whole_where_needed(self.optimizer)
         zf.check(self.model, bare(self.optimizer))
         return self.optimizer
 
@@ -266,11 +266,11 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        if not _load_weights(self.model, resume_from_checkpoint):
+        if not load_model(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not _load_weights(self.model, self.state.best_model_checkpoint):
+        if not load_model(self.model, self.state.best_model_checkpoint):
             super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -283,32 +283,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         """
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         dtype = None if self.settings is None else self.settings.computing.saved
-        if (
-            isinstance(self.model, PreTrainedModel)
-            and not self.args.save_on_each_node
-            and _is_streamable(self.model)
-        ):
-            export(
-                self.model,
-                output_dir,
-                dtype=dtype,
-                convert=partial(_in_files, self.model),
-                replaces=True,
-            )
-            # `export` has written the weights.
-            with patch.object(self.model, "save_pretrained", lambda *_, **__: None):
-                if self.args.should_save:
-                    self._save(output_dir, state_dict={})
-        else:
-            state = whole_state(
-                self.model,
-                keep=self.args.should_save,
-                names=_names_of_adapters(self.model),
-                dtype=dtype,
-            )
-            with _whole_prompts(self.model):
-                if self.args.should_save:
-                    self._save(output_dir, state_dict=state)
+        write_model(self, output_dir, dtype)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -338,8 +313,8 @@ def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
             "sync_ref_model=True would mix a policy in shards with a whole reference model.",
             reference=type(plain).__name__,
             fix=f"a plain policy, and {type(trainer).__name__}(..., place=lambda model: "
-            "zf.shard_params(model, mesh['dp'])), which places both; or ref_model= transformed in the "
-            "same way, where the trainer takes one",
+            "zf.shard_params(model, mesh['dp'])), which places both; "
+            "or ref_model= transformed in the same way, where the trainer takes one",
         )
     device = trainer.args.device if trainer.place_model_on_device else None
     trainer.ref_model, _ = place_module(place, plain.requires_grad_(False), device)
@@ -348,86 +323,11 @@ def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
             callback.ref_model = trainer.ref_model
 
 
-def _load_weights(model: nn.Module, folder: str) -> bool:
-    """Loads the weights of a checkpoint.
-
-    Returns False where the Trainer does it by itself: models with adapters.
-
-    Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by
-    `from_pretrained`: names in files are not always those of the model (experts of Mixtral), and
-    the Trainer skips what it does not find.
-    """
-    _require_same_kind(Path(folder), model)
-    if not isinstance(model, PreTrainedModel):
-        return False
-    if (Path(folder) / STATES).is_dir():
-        load_weights(Path(folder) / STATES, model)
-        return True
-    saved, found = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
-    if found["missing_keys"]:
-        raise zf.errors.CheckpointError(
-            f"The checkpoint lacks {len(found['missing_keys'])} parameters of the model.",
-            first=min(found["missing_keys"]),
-            folder=folder,
-            fix="resume with the model that was saved; or begin another run: "
-            "from_pretrained(checkpoint), then train()",
-        )
-    model.load_state_dict(saved.state_dict())
-    return True
-
-
-def _require_same_kind(folder: Path, model: nn.Module) -> None:
-    """Refuses a checkpoint of adapters alone for a model without,
-    and one of a whole model for a model with adapters."""
-    has_adapters, is_peft = any(folder.rglob("adapter_config.json")), _peft_of(model) is not None
-    if has_adapters and isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        raise zf.errors.CheckpointError(
-            "The checkpoint holds adapters alone, and the model has none.",
-            folder=folder,
-            fix="resume with adapters: ZeroTrainer(model=get_peft_model(base, config), ...); or "
-            "begin another run from them: PeftModel.from_pretrained(base, folder, "
-            "is_trainable=True)",
-        )
-    if is_peft and not has_adapters and (folder / "config.json").is_file():
-        raise zf.errors.CheckpointError(
-            "The checkpoint holds a whole model, and the model has adapters.",
-            folder=folder,
-            fix="resume with the model that was saved; or begin another run from its weights: "
-            "get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)",
-        )
-
-
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
     """The Trainer of transformers over a transformed model.
 
     Arguments: see ZeroTrainerMixin and Trainer.
     """
-
-
-def _in_files(model: PreTrainedModel, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that files of transformers have for tensors of the model:
-    experts that it stacks are separate in files."""
-    found: dict[str, Tensor] = revert_weight_conversion(model, entries)
-    return found
-
-
-def _is_streamable(model: PreTrainedModel) -> bool:
-    """Whether each tensor in files is made of one tensor of the model,
-    and transformers writes nothing but tensors."""
-    if model._auto_class is not None:  # it writes the code of the model, too
-        return False
-    entries = {
-        name: torch.empty(p.shape, dtype=p.dtype, device="meta")
-        for name, p in model.named_parameters()
-    }
-    together = _in_files(model, entries)
-    alone = [
-        item for name, value in entries.items() for item in _in_files(model, {name: value}).items()
-    ]
-    forms = [(name, str(value.shape), str(value.dtype)) for name, value in alone]
-    return sorted(forms) == sorted(
-        (name, str(value.shape), str(value.dtype)) for name, value in together.items()
-    )
 
 
 def _refuse_arguments(args: Any) -> None:
@@ -461,41 +361,3 @@ def _refuse_arguments(args: Any) -> None:
             raise zf.errors.ConfigError(
                 "A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix
             )
-
-
-def _peft_of(model: Any) -> Any:
-    """The library PEFT if the model is one of its models, else None.
-
-    Not imported here: who made such a model has done so.
-    """
-    peft = sys.modules.get("peft")
-    return peft if peft is not None and isinstance(model, peft.PeftModel) else None
-
-
-def _whole_prompts(model: Any) -> AbstractContextManager[object]:
-    """Gathers trained prompts while they are saved: PEFT computes them then,
-    on one rank, which cannot gather alone."""
-    configs: Any = model.peft_config.values() if _peft_of(model) else ()
-    if any(config.is_prompt_learning for config in configs):
-        return zf.unsharded(model.prompt_encoder)
-    return nullcontext()
-
-
-def _names_of_adapters(model: Any) -> set[str] | None:
-    """Names of the entries that `save_pretrained` of a PEFT model reads: those of its adapters.
-
-    None means all entries.
-    """
-    peft = _peft_of(model)
-    if peft is None:
-        return None
-    entries = model.state_dict()
-    names = {id(value): name for name, value in entries.items()}
-    chosen: set[str] = set()
-    for adapter in model.peft_config:
-        own = peft.get_peft_model_state_dict(model, state_dict=entries, adapter_name=adapter)
-        for value in own.values():
-            if id(value) not in names:
-                return None  # PEFT computes this value from other entries
-            chosen.add(names[id(value)])
-    return chosen

@@ -27,6 +27,5 @@ class _Refusing:
             "A transformed module was wrapped in DistributedDataParallel.",
             why="the transform reduces its gradients, and so would the wrapper",
             fix="train the transformed module itself; trainers that do are ZeroTrainer "
-            "(zero_fn.integrations.transformers), ZeroAccelerator (.accelerate) and ZeroStrategy "
-            "(.lightning)",
+            "(zero_fn.integrations.transformers) and ZeroAccelerator (.accelerate)",
         )

@@ -20,7 +20,7 @@ from tests.outside.integrations.worlds import (
     start,
 )
 from tests.support.ranks import axis
-from zero_fn.integrations.placing import place_module
+from zero_fn.integrations.model_placement import place_module
 
 
 def with_adapters():

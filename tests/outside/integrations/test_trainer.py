@@ -31,7 +31,7 @@ from tests.outside.integrations.worlds import (
     zero_trainer,
 )
 from tests.support.programs import parameters
-from zero_fn.integrations.placing import place_module
+from zero_fn.integrations.model_placement import place_module
 from zero_fn.values import watching
 from zero_fn.values.chained_optimizer import as_one, members_of
 
@@ -59,7 +59,7 @@ def _is_resumed_and_read(folder, build, stage="zero3"):
     ours = zero_trainer(folder, build(), stage, **options)
     wanted = numbers(ours)
     values = parameters(ours.model)
-    with patch("zero_fn.integrations.transformers.whole_state", side_effect=AssertionError("the model is whole")):
+    with patch("zero_fn.integrations.model_files.whole_state", side_effect=AssertionError("the model is whole")):
         for _ in range(2):  # the second takes the place of the first
             ours.save_model(f"{folder}/out")
     files = {path.name for path in Path(folder, "out").iterdir()}

@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.messages import refused
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.loss_scale import Scaler
-from zero_fn.deepspeed.rates import rates_of
+from zero_fn.deepspeed.schedulers import rates_of
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 

@@ -1,8 +1,8 @@
-"""`zf.accumulate` for trainers that enter a block of their own (`no_sync`) for each microbatch.
+"""`accumulate` for loops that run microbatches one by one: `no_sync` of a trainer, `backward` of
+DeepSpeed's engine.
 
-A trainer does so for each microbatch of a step but the last. Gradients are reduced once for all of
-them: the window opens with the first microbatch and closes in the backward of the last, before
-gradients are clipped and the optimizer steps.
+Gradients are reduced once for all microbatches of a step: the window opens with the first of them,
+and closes in the backward of the last, before gradients are clipped and the optimizer steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-import zero_fn as zf
+from zero_fn.transforms.accumulate import accumulate
 
 __all__ = ["AccumulationWindow"]
 
@@ -30,7 +30,7 @@ class AccumulationWindow:
         Does nothing if they are summed already.
         """
         if not any(module is other for other in self.modules):
-            self._blocks.enter_context(zf.accumulate(module))
+            self._blocks.enter_context(accumulate(module))
             self.modules.append(module)
 
     def end(self, error: BaseException | None = None) -> None:

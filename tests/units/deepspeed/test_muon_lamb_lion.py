@@ -9,7 +9,7 @@ from torch import nn
 import zero_fn as zf
 from tests.support.messages import Headed, refusals
 from tests.units.deepspeed.configs import BASES
-from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
+from zero_fn.deepspeed.muon_lamb_lion import Lamb, Lion, muon_with_adam
 from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.values.tiers import Tiers
@@ -87,7 +87,7 @@ class Mixed(nn.Module):
 def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     """To the bits of torch's own optimizers, over a stack of matrices and over filters as over the matrices in them."""
     model = Mixed()
-    whole = MuonWithAuxAdam(groups_of_muon(model.parameters(), [model]), muon_lr=0.02, adam_lr=0.01, weight_decay=0.1)
+    whole = muon_with_adam(model.parameters(), [model], muon_lr=0.02, adam_lr=0.01, weight_decay=0.1)
     hidden, rest = whole.param_groups
     assert [p is q for p, q in zip(hidden["params"], (model.matrix, model.stack, model.filters), strict=True)] == [
         True
@@ -134,7 +134,7 @@ def _half_on_the_host(one):
 
 test_refusals = refusals(
     {
-        "muon_of_a_parameter_without_a_name": lambda: groups_of_muon([nn.Parameter(torch.empty(2, 2))], [Headed()]),
+        "muon_of_a_parameter_without_a_name": lambda: muon_with_adam([nn.Parameter(torch.empty(2, 2))], [Headed()]),
         "owners_of_a_part_of_the_states": _half_on_the_host,
     }
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
@@ -20,7 +19,7 @@ from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.values.chained_optimizer import as_one
 
 __all__ = [
-    "load_extra",
+    "STATES",
     "load_states",
     "load_weights",
     "model_of",
@@ -30,8 +29,11 @@ __all__ = [
     "whole_state",
 ]
 
+STATES = "zero_fn"
+"""The folder, inside a checkpoint of accelerate or of a Trainer,
+to which each rank writes the shards that it owns."""
 
-@torch.no_grad()
+
 def whole_state(
     module: nn.Module,
     *,
@@ -45,20 +47,24 @@ def whole_state(
     Tied entries stay one tensor. All ranks call it; those that do not `keep`
     the values get an empty dict.
 
-    Communicates an all-gather for each parameter, or for those of `names`, one after the other.
+    Communicates what `zf.weights` does for the parameters and buffers, or for those of `names`.
     """
+    entries = {
+        name: value
+        for name, value in module.state_dict(keep_vars=True).items()
+        if names is None or name in names
+    }
+    asked = nn.Module()  # which holds what is asked for, and nothing else
+    for name, value in entries.items():
+        if isinstance(value, Tensor):
+            is_parameter = isinstance(value, nn.Parameter)
+            kept: dict[str, Any] = asked._parameters if is_parameter else asked._buffers
+            kept[name] = value
     wholes: dict[int, Tensor] = {}
-    state: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if names is not None and name not in names:
-            continue
-        if isinstance(value, Tensor) and id(value) not in wholes:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
-            whole = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
-            wholes[id(value)] = whole.cpu() if keep else whole.new_empty(0)
+    for name, whole in zf.weights(asked, names={}, dtype=dtype):
         if keep:
-            state[name] = wholes[id(value)] if isinstance(value, Tensor) else value
-    return state
+            wholes[id(entries[name])] = whole.to("cpu", copy=True)
+    return {name: wholes.get(id(value), value) for name, value in entries.items() if keep}
 
 
 def save_states(
@@ -132,30 +138,20 @@ def require_not_overwritten(folder: Path) -> None:
         )
 
 
-def load_weights(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
+def load_weights(folder: Path, model: nn.Module) -> None:
     """Loads the weights of the first model that `save_states` saved. Every rank calls it."""
-    zf.load(_first_in(folder), model, only="model", strict=strict)
-
-
-def load_extra(folder: Path) -> dict[str, Any]:
-    """Loads the `extra` that `save_states` was given. Every rank calls it."""
-    return zf.load(_first_in(folder), only="extra")
-
-
-def _first_in(folder: Path) -> Path:
     alone = _newest(folder) / "model-0"
-    return alone if alone.is_dir() else alone.with_name("optimizer-0")
+    zf.load(alone if alone.is_dir() else alone.with_name("optimizer-0"), model, only="model")
 
 
 def load_states(
     folder: Path,
     models: Sequence[nn.Module],
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
-    only: str | None = None,
 ) -> dict[str, Any]:
     """Loads what `save_states` saved, on any number of ranks and at any stage; returns its `extra`.
 
-    Every rank calls it. `only`: see `zf.load`.
+    Every rank calls it.
     """
     newest, extra = _newest(folder), dict[str, Any]()
     for name, model, optimizer, where in _entries(models, optimizers):
@@ -168,7 +164,7 @@ def load_states(
                 fix="begin another run from its weights: from_pretrained(checkpoint), "
                 "and train() without resuming",
             )
-        extra |= zf.load(newest / name, model, optimizer, only=only, where=where)
+        extra |= zf.load(newest / name, model, optimizer, where=where)
     return extra
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine does in a loop that cannot be rewritten yet, as functions of a setup.
+"""Methods of DeepSpeed's engine as functions of a setup, for a loop that cannot be rewritten yet.
 
 backward(setup, loss)    engine.backward(loss)
 step(setup)              engine.step(), after each microbatch: a step is made after the last of them
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from zero_fn.checkpoint import load, save
 from zero_fn.deepspeed.setup import DeepSpeedSetup
 from zero_fn.errors import StateError
-from zero_fn.transforms.accumulate import accumulate
 
 __all__ = ["backward", "is_boundary", "load_checkpoint", "save_checkpoint", "step"]
 
@@ -37,19 +35,12 @@ def backward(setup: DeepSpeedSetup[Any], loss: Tensor) -> None:
     step. (`zf.accumulate` around a step of your own makes it once at every stage.)
     """
     is_last = is_boundary(setup)
-    if setup.settings.sharding.stage < 2 and not is_last and setup.block is None:
-        setup.block = ExitStack()
-        setup.block.enter_context(accumulate(setup.model))
-    try:
+    if setup.settings.sharding.stage < 2 and not is_last:
+        setup.window.begin(setup.model)
+    with setup.window.dropped_on_error():
         setup.scaled(loss).backward()  # type: ignore[no-untyped-call]
-    except BaseException as error:
-        block, setup.block = setup.block, None
-        if block is not None:
-            block.__exit__(type(error), error, error.__traceback__)  # which drops the sums
-        raise
-    if is_last and setup.block is not None:
-        block, setup.block = setup.block, None
-        block.close()
+    if is_last:
+        setup.window.end()
 
 
 def step(setup: DeepSpeedSetup[Any]) -> None:

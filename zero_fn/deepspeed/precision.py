@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_fn.deepspeed.entries import Entries
 
-__all__ = ["COMPUTING", "TENSOR", "Computing"]
+__all__ = ["COMPUTING", "TENSOR", "Computing", "run_under_autocast"]
 
 _ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -149,3 +150,33 @@ COMPUTING: Mapping[str, Callable[[Entries], Any]] = {
     "compiles": _compiles,
 }
 """What reads each field of `Computing`."""
+
+
+class _AutocastHooks:
+    """Opens a block of torch.autocast before each forward, and closes it after, also after an
+    error. Hooks, because a copy of the model has them, too."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.device_type = device_type
+        self.dtype = dtype
+        self.open: list[torch.autocast] = []
+
+    def before(self, *_: object) -> None:
+        """Begins a forward."""
+        self.open.append(torch.autocast(self.device_type, self.dtype))
+        self.open[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def after(self, *_: object) -> None:
+        """Ends it."""
+        self.open.pop().__exit__(None, None, None)
+
+
+def run_under_autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    """Makes each call of a model run under torch.autocast, unless it does already."""
+    hooks = _AutocastHooks(device_type, dtype)
+    if not any(
+        isinstance(getattr(hook, "__self__", None), _AutocastHooks)
+        for hook in model._forward_pre_hooks.values()
+    ):
+        model.register_forward_pre_hook(hooks.before, prepend=True)
+        model.register_forward_hook(hooks.after, always_call=True)

@@ -14,7 +14,7 @@ from tests.units.checkpoint.made_by_deepspeed import built as built_by_deepspeed
 from tests.units.checkpoint.made_by_deepspeed import loss_of as loss_of_deepspeed
 from tests.units.deepspeed.programs import MICROBATCHES, built, furthest, loss_of, trained, values, zero
 from zero_fn.checkpoint import load
-from zero_fn.deepspeed import backward, is_boundary, load_checkpoint, manners, save_checkpoint, step
+from zero_fn.deepspeed import backward, engine_methods, is_boundary, load_checkpoint, save_checkpoint, step
 
 
 def run(setup, steps):
@@ -51,7 +51,7 @@ def test_a_backward_that_raises_leaves_nothing_behind():
     loss.register_hook(fail)
     with pytest.raises(RuntimeError, match="of the program"):
         backward(setup, loss)
-    assert setup.block is None
+    assert not setup.window.modules
     run(setup, range(4))
     assert furthest(values(setup.model), trained(zf.from_deepspeed(built(), zero(1), axis()))) == 0
 
@@ -83,7 +83,7 @@ def test_a_run_of_deepspeed_goes_on_here():
     config["scheduler"] = {"type": "WarmupLR", "params": {}}
     setup = zf.from_deepspeed(built_by_deepspeed(), config, axis(), optimizer=adamw)
     saved = {"lr_scheduler": {"last_batch_iteration": STEPS - 1}}  # what its engine writes for any of its schedulers
-    with patch.object(manners, "load", lambda *args: {**load(*args), **saved}):
+    with patch.object(engine_methods, "load", lambda *args: {**load(*args), **saved}):
         path, state = load_checkpoint(setup, HERE / "zero2")
     assert setup.scheduler is not None and setup.scheduler.last_epoch == STEPS
     assert (setup.steps, setup.skipped_steps, state["epoch"]) == (STEPS, 0, 3)

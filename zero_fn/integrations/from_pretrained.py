@@ -25,7 +25,7 @@ import zero_fn as zf
 from zero_fn.deepspeed.entries import Config
 from zero_fn.deepspeed.placement import made_by
 from zero_fn.deepspeed.setup import agreed_settings
-from zero_fn.integrations.placing import Place, all_ranks, place_module
+from zero_fn.integrations.model_placement import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
@@ -163,8 +163,8 @@ def _lacking(cls: type, **facts: object) -> zf.errors.CheckpointError:
         model=cls.__name__,
         **facts,
         why="ranks would draw initial values for their parts alike",
-        fix=f"load it whole, then transform: zf.shard_params({cls.__name__}.from_pretrained(folder), "
-        "mesh['dp'])",
+        fix="load it whole, then transform: "
+        f"zf.shard_params({cls.__name__}.from_pretrained(folder), mesh['dp'])",
     )
 
 

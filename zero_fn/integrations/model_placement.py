@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from zero_fn.integrations.adapters import let_adapters_be_whole
 from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.generating import is_generative
@@ -113,30 +112,6 @@ def run_together(module: nn.Module) -> None:
 
 
 _ASKED = "is_fsdp_managed_module"  # the function of transformers by which its modules ask
-
-
-def let_adapters_be_whole() -> None:
-    """Tells PEFT, once it is imported, that a module whose weight rests in shards
-    computes with the whole weight.
-
-    PEFT takes a DTensor for tensor parallelism, and makes adapters for its local shape,
-    unless the axis is called "fsdp".
-    """
-    name = "_get_in_out_features"
-    theirs = getattr(sys.modules.get("peft.tuners.tuners_utils"), name, None)
-    if theirs is None or hasattr(theirs, "__wrapped__"):
-        return
-
-    @wraps(theirs)
-    def sizes(module: nn.Module) -> Any:
-        slot = slot_of(module.weight) if isinstance(module, nn.Linear) else None
-        if slot is None or slot.model:
-            return theirs(module)
-        return (module.in_features, module.out_features)
-
-    for path, other in list(sys.modules.items()):
-        if path.startswith("peft.") and vars(other).get(name) is theirs:
-            setattr(other, name, sizes)
 
 
 def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:

@@ -182,22 +182,13 @@ def rates_of(entries: Entries) -> Callable[[Optimizer], Rates] | None:
             )
         raise entries.refused("scheduler.type", " or ".join(_TAKES), instead)
     known = _TAKES[kind]
-    wants = f"one of {', '.join(known)}, which {kind} has"
-    wrong = [
-        entries.refused(
-            f"{params}.{name}",
-            wants,
-            (*difflib.get_close_matches(name, known, n=1), "remove it")[0],
-        )
-        for name in given
-        if name not in known
-    ]
-    lacking = [
-        name for name in _NEEDS if name in known and not entries.is_given(f"{params}.{name}")
-    ]
-    wrong += [entries.refused(f"{params}.{name}", *_NEEDS[name]) for name in lacking]
-    if wrong:
-        raise wrong[0]
+    for name in given:
+        near = difflib.get_close_matches(name, known, n=1)
+        wants = f"one of {', '.join(known)}, which {kind} has"
+        entries.refuse_if(f"{params}.{name}", (name not in known, wants, (*near, "remove it")[0]))
+    for name, (wants, fix) in _NEEDS.items():
+        is_lacking = name in known and not entries.is_given(f"{params}.{name}")
+        entries.refuse_if(f"{params}.{name}", (is_lacking, wants, fix))
     options = {name: entries[f"{params}.{name}"] for name in known}
     if kind == "WarmupDecayLR" and options["warmup_max_lr"] is None:
         options["warmup_max_lr"] = 0.001
