@@ -33,6 +33,8 @@ from tests.outside.integrations.worlds import (
 from tests.support.programs import gradients, parameters
 from tests.support.ranks import axis
 from tests.units.checkpoint.test_atomic import left_by_a_kill
+from zero_fn.owners import ByOwner
+from zero_fn.streamed import Streamed
 from zero_fn.values import watching
 
 
@@ -133,7 +135,7 @@ def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder):
     wanted = _train_two(*parts(_accelerator(False), apart=True))
     for apart in (True, False):
         ours = parts(_accelerator(), apart=apart, owned=not apart)
-        assert not apart or isinstance(ours[2][0].optimizer, zf.ByOwner)
+        assert not apart or isinstance(ours[2][0].optimizer, ByOwner)
         torch.testing.assert_close(_train_two(*ours), wanted, atol=2e-5, rtol=2e-5)
         ours[0].save_state(f"{folder}/{apart}")
         goes_on = _train_two(*ours)
@@ -424,7 +426,7 @@ def _has_the_numbers_of_from_deepspeed(folder, said):
     assert accelerator.gradient_accumulation_steps == 2
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     is_away = "offload_optimizer" in said["zero_optimization"]
-    assert isinstance(optimizer.optimizer, zf.Streamed) == is_away
+    assert isinstance(optimizer.optimizer, Streamed) == is_away
     wanted = [each for pair in zip(losses[::2], losses[1::2], norms, strict=True) for each in pair]
     assert _train(_configured(said, read(folder)), max_norm=1.0) == wanted
     return losses

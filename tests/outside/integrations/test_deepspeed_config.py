@@ -54,6 +54,7 @@ from tests.support.wholes import full
 from tests.units.deepspeed import test_keys as made
 from zero_fn.deepspeed.placement import placed_by
 from zero_fn.deepspeed.settings import settings_of
+from zero_fn.streamed import Streamed
 
 HOST = {"device": "cpu"}
 
@@ -97,7 +98,7 @@ def test_a_config_brings_its_optimizer_rates_and_masters(folder):
     narrow = {"stage3_gather_16bit_weights_on_model_save": True}  # the run goes on from float32 all the same
     for config, kind in (
         ({**zero(2), **OWN}, torch.optim.AdamW),
-        ({**zero(3, offload_optimizer=disk, **narrow), **OWN}, zf.Streamed),
+        ({**zero(3, offload_optimizer=disk, **narrow), **OWN}, Streamed),
     ):
         ours = configured(folder, config, llama().bfloat16(), **options)
         wanted = numbers(ours)

@@ -32,6 +32,7 @@ from tests.outside.integrations.worlds import (
 )
 from tests.support.programs import parameters
 from zero_fn.integrations.model_placement import place_module
+from zero_fn.owners import ByOwner
 from zero_fn.values import watching
 from zero_fn.values.chained_optimizer import as_one, members_of
 
@@ -174,9 +175,9 @@ def test_optimizers_of_whole_tensors_have_the_numbers_of_replicas_and_go_on(fold
     trainer = ours("zero3")
     require_close(numbers(trainer), wanted)
     members = members_of(trainer.optimizer.optimizer)
-    assert isinstance(members[0], zf.ByOwner)
+    assert isinstance(members[0], ByOwner)
     if is_given:
-        assert all(isinstance(each, zf.ByOwner) and each.takes_from_tiers for each in members)
+        assert all(isinstance(each, ByOwner) and each.takes_from_tiers for each in members)
     half = len(wanted) // 2
     found = numbers(ours("zero1"), resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
     require_close(found[-half:], wanted[-half:])
