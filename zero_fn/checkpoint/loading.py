@@ -21,7 +21,8 @@ from torch import nn
 from zero_fn.checkpoint.agreement import RankMeeting, failure_of
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS
-from zero_fn.checkpoint.live.load_plan import LoadPlan, match_all
+from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.live.match import match_all
 from zero_fn.checkpoint.live.tensors import ModelTensors
 from zero_fn.checkpoint.others.find import find_checkpoint, opened, saved_as
 from zero_fn.checkpoint.saving import wait_for_saving

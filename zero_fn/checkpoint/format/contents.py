@@ -129,21 +129,22 @@ class Contents:
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
 
-    def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Reads a box of a tensor, a part of a buffer at a time:
-        yields the number of the first element, and the values."""
+    def read(
+        self, key: Key, box: Box, *, parts: int = 1, device: str = "cpu"
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Reads a box of a tensor, a part of a buffer at a time: yields the number of the first
+        element, and the values; none on the device "meta", as of `fill`."""
         dtype = self.first(key).dtype
         for first, last in ranges(box.sizes, BUFFER_NBYTES // parts // dtype.itemsize):
-            values = torch.empty(last - first, dtype=dtype)
+            values = torch.empty(last - first, dtype=dtype, device=device)
             self.fill(key, box, first, values)
             yield first, values
 
     def verify(self, key: Key, box: Box) -> None:
         """Reads a box of a tensor, and compares its blocks with their digests,
         if they have some."""
-        dtype = self.first(key).dtype
-        for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
-            self.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"))
+        for _ in self.read(key, box, device="meta"):
+            pass
 
     def fill(self, key: Key, box: Box, first: int, out: Tensor) -> None:
         """Reads elements of a box of a tensor, from the number `first` on,

@@ -31,6 +31,7 @@ from zero_fn.checkpoint.format.files import (
 from zero_fn.checkpoint.format.folders import MANIFEST
 from zero_fn.checkpoint.huggingface.in_place import leave_in_files, open_files, require_readable
 from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.live.match import match_model
 from zero_fn.checkpoint.live.tensors import ModelTensors
 from zero_fn.checkpoint.loading import LOADING, Rename, fill_on_all_ranks, renamed_by
 from zero_fn.checkpoint.saving import wait_for_saving
@@ -137,7 +138,7 @@ def load_pretrained(
 
     def match() -> Contents:
         source = files_of(path, renamed_by(rename), _unsaved(model))
-        plan.match_model(source, is_strict=strict)
+        match_model(plan, source, is_strict=strict)
         if not plan.wrong:
             require_ways(model, _is_filled_by(plan))
             if not copy:
