@@ -41,18 +41,12 @@ class EntryKind:
             # NaN is never within bounds.
             if not max(self.least, -_MOST) <= value <= min(self.most, _MOST):
                 return None
-            return (
-                float(value)
-                if self.name == "number"
-                else int(value)
-                if value == floor(value)
-                else None
-            )
+            if self.name == "number":
+                return float(value)
+            return int(value) if value == floor(value) else None
         if self.name == "text":
-            is_one = (
-                isinstance(value, str) and value and (not self.choices or value in self.choices)
-            )
-            return value if is_one else None
+            is_text = isinstance(value, str) and value
+            return value if is_text and (not self.choices or value in self.choices) else None
         if self.name == "off":
             return False if _is_off(value) else None
         return value if self.name == "any" or isinstance(value, bool) else None

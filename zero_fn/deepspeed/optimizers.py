@@ -75,13 +75,14 @@ def whole_where_needed(optimizer: Optimizer) -> Optimizer:
     any other as it is."""
     if isinstance(optimizer, ChainedOptimizer):
         return optimizer.wrapped_by(whole_where_needed)
-    if getattr(optimizer, "steps_wholes", False) or is_of_bitsandbytes(type(optimizer)):
-        return optimizer
     slots = [
         slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]
     ]
-    if not looks_at_whole_tensors(optimizer) or not any(
-        slot is not None and slot.path.is_spread for slot in slots
+    if (
+        getattr(optimizer, "steps_wholes", False)
+        or is_of_bitsandbytes(type(optimizer))
+        or not looks_at_whole_tensors(optimizer)
+        or not any(slot is not None and slot.path.is_spread for slot in slots)
     ):
         return optimizer
     return by_owner(optimizer)

@@ -95,10 +95,7 @@ def save_states(
         draft.drop()
         raise
     if meeting.rank == 0:
-        # Before, each entry lay in the folder itself, with a number of its own:
-        # `optimizer-0/save-1`.
-        single = (path.parent for path in folder.glob("*-*/save-*"))
-        for old in {*folder.glob("save-*"), *single} - {draft.target}:
+        for old in {*folder.glob("save-*")} - {draft.target}:
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -247,10 +247,9 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if is_new or not self._is_finished:
             self._is_finished = True
             finish = self._finish or whole_where_needed
-            chained = isinstance(self.optimizer, ChainedOptimizer)
-            self.optimizer = (
-                self.optimizer.wrapped_by(finish) if chained else finish(self.optimizer)
-            )
+            own = self.optimizer
+            is_chained = isinstance(own, ChainedOptimizer)
+            self.optimizer = own.wrapped_by(finish) if is_chained else finish(own)
         zf.check(self.model, bare(self.optimizer))
         return self.optimizer
 

@@ -8,7 +8,10 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.messages import Headed, refusals
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
 from tests.units.deepspeed.configs import BASES
+from tests.units.deepspeed.programs import built, furthest, trained, values, zero
 from zero_fn.deepspeed.muon_lamb_lion import Lamb, Lion, muon_with_adam
 from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
@@ -125,6 +128,19 @@ def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params, rates):
     assert tuple(group["lr"] for group in stock(Mixed()).param_groups) == rates
     groups = [{"params": Mixed().parameters()}, {"params": (model := Mixed()).parameters(), "lr": 7.0}][1:]
     assert [group["lr"] for group in stock.over(groups, [model]).param_groups] == [7.0, 7.0], "a group has its own"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", None])
+@pytest.mark.parametrize("kind", ["Muon", "Lamb"])
+@on_ranks(2)
+def test_shards_and_tiers_have_the_bits_of_replicas(kind, dtype):
+    params = {"lr": 0.01, "weight_decay": 0.1}
+    more = {"optimizer": {"type": kind, "params": params}, "scheduler": None}
+    more |= {name: {"enabled": name == dtype} for name in ("fp16", "bf16")}
+    wanted = trained(zf.from_deepspeed(built(), {**zero(0), **more}, axis()))
+    for config in (zero(3), zero(2, offload_optimizer={"device": "cpu"})):
+        assert furthest(trained(zf.from_deepspeed(built(), {**config, **more}, axis())), wanted) == 0
+    assert furthest(values(built()), wanted) > 0
 
 
 def _half_on_the_host(one):
