@@ -17,8 +17,9 @@ from zero_fn.planning.activations import activations_of, live_bytes
 from zero_fn.planning.configurations import (
     _OVER_ONE,
     _OVER_TWO,
+    UNKNOWN,
     Training,
-    Ways,
+    _apart,
     compute_of,
     configurations,
     pretended,
@@ -162,24 +163,19 @@ def test_a_placement_needs_what_the_plan_of_all_layers_says(name, codes):
     mesh = (("dp", 12),) if name in _OVER_ONE else (("outer", 4), ("inner", 3))
     place = _OVER_ONE.get(name) or _OVER_TWO[name]
     wanted = training(states_in_8_bits=codes, microbatches=2)
+    few = next(row for row in configurations(model, wanted, [UNKNOWN], [mesh]) if row.transform == name)
     with pretended(ranks):
         devices = torch.arange(ranks).view([size for _, size in mesh])
         over = torch.distributed.DeviceMesh("cuda", devices, mesh_dim_names=tuple(n for n, _ in mesh))
-        links = dataclasses.replace(Machine(DEVICES["h100"]).links(*((n, size, 1) for n, size in mesh)))
-
-        def placed_few(depths):
-            few = on_meta(model.module)
-            cut_to(few, depths)
-            return place(zf.precision(few), over)
-
-        few, placed = Ways(placed_few, stacks_of(model.module), wanted, links, ()).in_memory, placed_few(())
+        placed = place(zf.precision(on_meta(model.module)), over)
         whole = zf.plan(placed, wanted.optimizer(placed.parameters()), backwards=2)
-    assert few["sent"] == whole.sent_nbytes and few["in_flight"] == whole.in_flight_nbytes
-    assert few["parameters"] + few["gradients"] == sum(
+    assert few.sent == whole.sent_nbytes and few.in_flight == whole.in_flight_nbytes
+    assert few.memory.parameters + few.memory.gradients == sum(
         (whole.memory.parameters, whole.memory.gradients, whole.padding.parameters, whole.padding.gradients)
     )
-    assert few["optimizer"] == pytest.approx(whole.memory.optimizer, rel=0.01 if codes else 0)
-    assert few["latency_s"] == pytest.approx(sum(links.latency[n] * count for n, count in whole.collectives.items()))
+    assert few.memory.optimizer == pytest.approx(whole.memory.optimizer, rel=0.01 if codes else 0)
+    latency = wanted.machine.links(*_apart(mesh)).latency
+    assert few.latency_s == pytest.approx(sum(latency[n] * count for n, count in whole.collectives.items()))
 
 
 def test_what_does_not_fit_goes_to_the_nearest_tier_and_no_further():
@@ -233,7 +229,7 @@ def test_the_command_prints_the_table_and_the_code(program, capsys):
     options = ["--per-node", "2", "--usd-per-hour", "2", "--precision", "fp32"]
     status, text = said(capsys, f"{program}:small", *options, "--ranks", "2", "4")
     assert status == 0
-    assert f"from {program} import small" in text and "USD/1e9 tokens" in text
+    assert f"from {program} import small" in text and "usd per 1e9 tokens" in text
     assert "dp 2" in text and "outer 2 x inner 2" in text and "--nproc-per-node 2" in text
     status, data = said(capsys, f"{program}:small", *options, "--ranks", "4", "--json", "--all")
     found = json.loads(data)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_fn.errors import ConfigError
 from zero_fn.planning.activations import Compute, activations_of
-from zero_fn.planning.links import LinkSpeeds
 from zero_fn.planning.machines import Machine
 from zero_fn.planning.models import PlannedModel, on_meta
 from zero_fn.planning.proposals import (
@@ -40,7 +39,6 @@ from zero_fn.values.units import repeated_blocks
 __all__ = [
     "UNKNOWN",
     "Training",
-    "Ways",
     "compute_of",
     "configurations",
     "pretended",
@@ -160,7 +158,6 @@ def configurations(
     Those that fit come first, and of these the fastest. Tiers are tried where the memory of the
     device is too small without.
     """
-    found: list[Proposal] = []
     stacks = stacks_of(model.module)
 
     @cache
@@ -174,77 +171,64 @@ def configurations(
     ) -> nn.Module:
         return place(bare(tuple(depths)), devices)
 
+    found: list[Proposal] = []
     for mesh in meshes:
         ranks = prod(size for _, size in mesh)
-        links, tiers = training.machine.links(*_apart(mesh)), training.tiers(ranks)
         with pretended(ranks), without_collecting():
             shape = torch.arange(ranks).view([size for _, size in mesh])
             devices = DeviceMesh("cuda", shape, mesh_dim_names=tuple(name for name, _ in mesh))
             for name, place in _placements_of(mesh).items():
-                ways = Ways(partial(placed, place, devices), stacks, training, links, tiers)
-                found += [
-                    replace(
-                        ways.best(name, mesh, needed),
-                        recompute=bool(recompute),
-                        tokens=model.tokens * training.microbatches * ranks,
-                    )
-                    for recompute, needed in enumerate(compute)
-                ]
+                few = partial(placed, place, devices)
+                found += _proposals_of(name, mesh, few, stacks, training, compute)
+    tokens = model.tokens * training.microbatches
+    found = [replace(each, tokens=tokens * each.ranks) for each in found]
     return sorted(found, key=lambda each: each.order)
 
 
 _Choice = tuple[Tiers, Mapping[str, float]]
 
 
-class Ways:
-    """What one placement needs: without tiers, and with each choice of them."""
+def _proposals_of(
+    name: str,
+    mesh: Mesh,
+    placed: Callable[[Sequence[tuple[Stack, int]]], nn.Module],
+    stacks: Sequence[Stack],
+    training: Training,
+    compute: Sequence[Compute],
+) -> Iterator[Proposal]:
+    """Of one placement, for each of what activations may need: what fits and is fastest,
+    or exceeds least.
 
-    def __init__(
-        self,
-        # The placed model with so many layers of each stack.
-        placed: Callable[[Sequence[tuple[Stack, int]]], nn.Module],
-        stacks: Sequence[Stack],
-        training: Training,
-        links: LinkSpeeds,
-        tiers: Sequence[Tier],
-    ) -> None:
-        self._placed = placed
-        self._training = training
-        self._links = links
-        self._tiers = tiers
-        self.in_memory = of_all_layers(lambda depths: next(self._predicted(depths, ()))[1], stacks)
+    `placed` makes the placed model with so many layers of each stack.
+    """
+    links = training.machine.links(*_apart(mesh))
+    tiers = training.tiers(prod(size for _, size in mesh))
+    memory = training.machine.device.memory - training.reserved
 
-    def _predicted(
-        self, depths: Sequence[tuple[Stack, int]], tiers: Sequence[Tier]
-    ) -> Iterator[_Choice]:
-        training = self._training
-        placed = self._placed(depths)
+    def choices(depths: Sequence[tuple[Stack, int]], tiers: Sequence[Tier]) -> Iterator[_Choice]:
         return predicted(
-            placed, tiers, training.optimizer, self._links, backwards=training.microbatches
+            placed(depths), tiers, training.optimizer, links, backwards=training.microbatches
         )
 
-    @cached_property
-    def _in_tiers(self) -> list[_Choice]:
-        return list(self._predicted((), self._tiers))
-
-    def best(self, name: str, mesh: Mesh, needed: Compute) -> Proposal:
-        """With so many activations: what fits and is fastest, or exceeds least."""
-        training = self._training
-        room = training.machine.device.memory - training.reserved - needed.nbytes
+    def best(found: Sequence[_Choice], needed: Compute) -> Proposal:
+        room = memory - needed.nbytes
         seconds = {"compute_s": training.microbatches * needed.flops / training.flops}
+        proposals = (
+            proposal_of(name, chosen, {**numbers, **seconds}, "cuda", room, mesh)
+            for chosen, numbers in found
+        )
+        first = min(proposals, key=lambda each: each.order)
+        return replace(first, activations=needed.nbytes)
 
-        def of(choices: Sequence[_Choice]) -> Proposal:
-            found = (
-                proposal_of(name, chosen, {**numbers, **seconds}, "cuda", room, mesh)
-                for chosen, numbers in choices
-            )
-            return min(found, key=lambda each: each.order)
-
-        found = of([(IN_MEMORY, self.in_memory)])
+    in_memory = [(IN_MEMORY, of_all_layers(lambda depths: next(choices(depths, ()))[1], stacks))]
+    in_tiers: list[_Choice] = []
+    for recompute, needed in enumerate(compute):
+        found = best(in_memory, needed)
         # Nothing in a tier makes a step faster, nor what is in flight less.
-        if self._tiers and not found.fits and found.in_flight <= room:
-            found = of(self._in_tiers)
-        return replace(found, activations=needed.nbytes)
+        if tiers and not found.fits and found.in_flight + needed.nbytes <= memory:
+            in_tiers = in_tiers or list(choices((), tiers))
+            found = best(in_tiers, needed)
+        yield replace(found, recompute=bool(recompute))
 
 
 def _apart(mesh: Mesh) -> list[tuple[str, int, int]]:

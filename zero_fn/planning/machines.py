@@ -85,22 +85,21 @@ class Machine:
 
         `axes`: of each the name, the ranks on it, and how far apart neighbours on it are.
         """
-        found, device = self.measured, self.device
-        to_device = ATTAINED * device.to_host
-        sent, latency = {}, {}
+        device, sent, latency = self.device, dict[str, float](), dict[str, float]()
         for name, size, apart in axes:
             sent[name], latency[name] = self._along(size, apart)
         shared = min(self.per_node, max((size * apart for _, size, apart in axes), default=1))
-        return LinkSpeeds(
-            memory=found.memory if found else ATTAINED * self.host_memory / shared,
-            disk_read=(found and found.disk_read) or ATTAINED * self.disk_read / shared,
-            disk_write=(found and found.disk_write) or ATTAINED * self.disk_write / shared,
-            sent=sent,
-            to_device=(found and found.to_device) or to_device,
-            from_device=(found and found.from_device) or to_device,
-            device_memory=(found and found.device_memory) or ATTAINED * device.device_memory,
-            latency=latency,
-        )
+        speeds = {
+            "memory": self.host_memory / shared,
+            "disk_read": self.disk_read / shared,
+            "disk_write": self.disk_write / shared,
+            "to_device": device.to_host,
+            "from_device": device.to_host,
+            "device_memory": device.device_memory,
+        }
+        for name, speed in speeds.items():
+            speeds[name] = getattr(self.measured, name, None) or ATTAINED * speed
+        return LinkSpeeds(sent=sent, latency=latency, **speeds)
 
     def _along(self, size: int, apart: int) -> tuple[float, float]:
         """Of an axis the bytes per second that a rank sends along it,

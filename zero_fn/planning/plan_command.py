@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -30,8 +29,8 @@ from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["Answer", "main", "planned"]
 
-_ONE = ("ranks", "per_node", "sequence", "microbatch", "microbatches", "cards")
-"""Options that are counts of at least one."""
+_COUNTS = ("per_node", "sequence", "microbatch", "microbatches", "cards")
+"""Options that are numbers of at least one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         data = {
             "title": found.title,
             "notes": found.notes,
-            "configurations": [_numbers(row, options.usd_per_hour) for row in found.rows],
+            "configurations": [row.numbers(options.usd_per_hour) for row in found.rows],
             "program": found.program,
         }
         print(json.dumps(data, indent=1))
@@ -127,15 +126,15 @@ def _planned_of(options: argparse.Namespace) -> Answer:
         ConfigError: There is no such model, or it cannot be run on fake tensors;
             or an option makes no sense.
     """
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    counts = [given[name] for name in _ONE if name != "ranks" and name in given]
-    if min(*options.ranks, *counts) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
+    if options.cards is None:
+        options.cards = options.per_node
+    counts = [*options.ranks, *(getattr(options, name) for name in _COUNTS)]
+    if min(counts) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
         raise ConfigError(
             "A number of the command line is too small or too large.",
             got=" ".join(
-                f"{name}={value}"
-                for name, value in given.items()
-                if name in (*_ONE, "network", "utilisation")
+                f"{name}={getattr(options, name)}"
+                for name in ("ranks", *_COUNTS, "network", "utilisation")
             ),
             fix="counts of at least 1, a utilisation above 0 and at most 1, a network above 0",
         )
@@ -185,11 +184,10 @@ def _training_of(options: argparse.Namespace) -> Training:
     device = DEVICES[options.device]
     if options.memory:
         device = replace(device, memory=nbytes_of_text(options.memory, "--memory"))
-    cards = options.per_node if options.cards is None else options.cards
     machine = Machine(
         device,
         options.per_node,
-        cards * options.network / 8 * 1e9,
+        options.cards * options.network / 8 * 1e9,
         measured=LinkSpeeds.read(options.links) if options.links else None,
     )
     return Training(
@@ -217,28 +215,3 @@ def _text(found: Answer, options: argparse.Namespace) -> str:
             "--states 8bit",
         ]
     return "\n".join([*lines, "", "The first row that fits as a program:", "", found.program])
-
-
-def _numbers(row: Proposal, usd_per_hour: float | None) -> dict[str, Any]:
-    found = {
-        "mesh": dict(row.mesh),
-        "placement": row.transform,
-        "elsewhere": row.away,
-        "recompute": row.recompute,
-        "fits": row.fits,
-        "at_rest_bytes": row.nbytes - row.in_flight,
-        "in_flight_bytes": row.in_flight,
-        "activations_bytes": row.activations,
-        "device_bytes": row.nbytes + row.activations,
-        "host_bytes": row.host,
-        "disk_bytes": row.disk,
-        "sent_bytes": row.sent,
-        "latency_seconds": row.latency_s,
-        "step_seconds": row.step_s,
-        "bound_by": row.bound,
-    }
-    if row.tokens:
-        found["tokens_per_second"] = row.tokens_per_second
-        if usd_per_hour is not None:
-            found["usd_per_1e9_tokens"] = row.usd_per_billion_tokens(usd_per_hour)
-    return found

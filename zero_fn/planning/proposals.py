@@ -80,13 +80,12 @@ M = TypeVar("M", bound=nn.Module)
 Mesh = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 
-_TRANSFORMS: tuple[Callable[..., Any], ...] = (
-    replicate,
-    shard_optimizer,
-    shard_grads,
-    shard_params,
-)
-STAGES = {transform.__name__: transform for transform in _TRANSFORMS}
+STAGES: dict[str, Callable[..., Any]] = {
+    "replicate": replicate,
+    "shard_optimizer": shard_optimizer,
+    "shard_grads": shard_grads,
+    "shard_params": shard_params,
+}
 
 
 def _staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, Any]) -> M:
@@ -200,19 +199,31 @@ class Proposal:
         """Those of the mesh."""
         return prod(size for _, size in self.mesh)
 
-    @property
-    def mesh_text(self) -> str:
-        """The axes, such as "outer 8 x inner 8"."""
-        return " x ".join(f"{name} {size}" for name, size in self.mesh)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks; 0 if not known."""
-        return self.tokens / self.step_s if self.tokens else 0.0
-
-    def usd_per_billion_tokens(self, usd_per_hour: float) -> float:
-        """What 1e9 tokens cost, where one device costs so much an hour. `tokens` is known."""
-        return 1e9 / self.tokens_per_second / 3600 * usd_per_hour * self.ranks
+    def numbers(self, usd_per_hour: float | None = None) -> dict[str, Any]:
+        """What it needs, by name, as JSON takes it; with the price of a device, also what
+        1e9 tokens cost."""
+        found = {
+            "placement": self.transform,
+            "mesh": dict(self.mesh),
+            "elsewhere": self.away,
+            "recompute": self.recompute,
+            "fits": self.fits,
+            "at_rest_bytes": self.nbytes - self.in_flight,
+            "in_flight_bytes": self.in_flight,
+            "activations_bytes": self.activations,
+            "device_bytes": self.nbytes + self.activations,
+            "host_bytes": self.host,
+            "disk_bytes": self.disk,
+            "sent_bytes": self.sent,
+            "latency_seconds": self.latency_s,
+            "step_seconds": self.step_s,
+            "bound_by": self.bound,
+        }
+        if self.tokens:
+            found["tokens_per_second"] = speed = self.tokens / self.step_s
+            if usd_per_hour is not None:
+                found["usd_per_1e9_tokens"] = 1e9 / speed / 3600 * usd_per_hour * self.ranks
+        return found
 
     @property
     def tier(self) -> Tier | None:
@@ -291,35 +302,32 @@ class Proposals:
 
 def proposals_table(rows: Sequence[Proposal], usd_per_hour: float | None = None) -> list[str]:
     """A line for each proposal. Columns in which all have nothing are left out."""
-    large = any(each.nbytes + each.activations >= 10**9 for each in rows)
-    unit, size = ("GB", 1e9) if large else ("MB", 1e6)
-    columns: dict[str, Callable[[Proposal], str | float]] = {
-        "placement": lambda each: each.transform,
-        "over": lambda each: each.mesh_text,
-        "elsewhere": lambda each: each.away,
-        "recompute": lambda each: "yes" if each.recompute else "",
-        f"at rest {unit}": lambda each: (each.nbytes - each.in_flight) / size,
-        "in flight": lambda each: each.in_flight / size,
-        "activations": lambda each: each.activations / size,
-        "of device": lambda each: (each.nbytes + each.activations) / size,
-        f"host {unit}": lambda each: each.host / size,
-        f"disk {unit}": lambda each: each.disk / size,
-        f"sent {unit}": lambda each: each.sent / size,
-        "step ms": lambda each: each.step_s * 1e3,
-        "bound by": lambda each: each.bound,
-        "tokens/s": lambda each: each.tokens_per_second,
-    }
-    if usd_per_hour is not None and all(each.tokens for each in rows):
-        columns["USD/1e9 tokens"] = lambda each: each.usd_per_billion_tokens(usd_per_hour)
-    columns[""] = lambda each: "" if each.fits else "does not fit"
-    found = {name: [cell(each) for each in rows] for name, cell in columns.items()}
-    found = {name: cells for name, cells in found.items() if any(cells)}
-    texts = [
-        [name, *(each if isinstance(each, str) else f"{each:,.1f}" for each in cells)]
-        for name, cells in found.items()
-    ]
-    right = [at for at, cells in enumerate(found.values()) if not isinstance(cells[0], str)]
-    return table(list(zip(*texts, strict=True)), right=right)
+    numbers = [each.numbers(usd_per_hour) for each in rows]
+    is_large = any(row["device_bytes"] >= 10**9 for row in numbers)
+    units = {"bytes": ("GB", 1e9) if is_large else ("MB", 1e6), "seconds": ("ms", 1e-3)}
+    columns: dict[str, list[str]] = {}
+    right = []
+    for name in numbers[0]:
+        values = [row[name] for row in numbers]
+        if name == "fits" or not any(values):
+            continue
+        *words, last = name.split("_")
+        unit, size = units.get(last, (last, 1))
+        if type(values[0]) in (int, float):
+            right.append(len(columns))
+        columns[" ".join([*words, unit])] = [_cell(value, size) for value in values]
+    columns[""] = ["" if each.fits else "does not fit" for each in rows]
+    return table([list(columns), *zip(*columns.values(), strict=True)], right=right)
+
+
+def _cell(value: object, size: float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int | float):
+        return f"{value / size:,.1f}"
+    if isinstance(value, Mapping):
+        return " x ".join(f"{name} {length}" for name, length in value.items())
+    return str(value)
 
 
 def _adamw(parameters: Iterable[Tensor]) -> Optimizer:
@@ -594,32 +602,32 @@ def proposal_of(
     mesh: Mesh,
 ) -> Proposal:
     """What was predicted, by name, where `room` bytes of device memory may be taken."""
-    given = (chosen.params, chosen.grads, chosen.optim)
-    tiers = {str(tier): tier for tier in given if tier is not None}
-    held = MemoryUse(
-        int(numbers["parameters"]),
-        int(numbers["gradients"]),
-        int(numbers["optimizer"]),
-        int(numbers["buffers"]),
-        {name: int(numbers[name]) for name in tiers if numbers[name]},
-    )
+    tiers = {str(tier): tier for tier in (chosen.params, chosen.grads, chosen.optim) if tier}
+    whole = {name: int(number) for name, number in numbers.items() if not name.endswith("_s")}
     seconds: dict[str, Any] = {
         name: number for name, number in numbers.items() if name.endswith("_s")
     }
-    found = Proposal(
+    held = MemoryUse(
+        whole["parameters"],
+        whole["gradients"],
+        whole["optimizer"],
+        whole["buffers"],
+        {name: whole[name] for name in tiers if whole[name]},
+    )
+    memory, host = held.by_memory(device_type)
+    parts = [(memory + whole["in_flight"]) / room if room > 0 else inf]
+    for name, tier in tiers.items():
+        if tier.limit_nbytes is not None:
+            taken = host if isinstance(tier, Cpu) else whole[name]
+            parts.append(taken / tier.limit_nbytes)
+    return Proposal(
         transform,
         chosen,
         device_type,
         held,
-        in_flight=int(numbers["in_flight"]),
-        sent=int(numbers["sent"]),
-        excess=0.0,
+        whole["in_flight"],
+        whole["sent"],
+        max(parts),
         mesh=mesh,
         **seconds,
     )
-    parts = [found.nbytes / room if room > 0 else inf]
-    for tier in tiers.values():
-        if tier.limit_nbytes is not None:
-            taken = found.host if isinstance(tier, Cpu) else found.disk
-            parts.append(taken / tier.limit_nbytes)
-    return replace(found, excess=max(parts))

@@ -293,7 +293,7 @@ def test_a_proposal_is_printed_with_what_bounds_it(axis):
     text = str(zf.planning.autoplan(model(), axis, 300_000, links=SPEEDS, tier=zf.nvme("/scratch")))
     lines = text.splitlines()
     assert lines[0] == "budget 292.97 KiB per rank, and nvme('/scratch')"
-    assert lines[1].split()[:6] == ["placement", "over", "elsewhere", "at", "rest", "MB"]
+    assert lines[1].split()[:6] == ["placement", "mesh", "elsewhere", "at", "rest", "MB"]
     assert "does not fit" in lines[-1]
     assert "does not fit" not in lines[2]
 
