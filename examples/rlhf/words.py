@@ -93,10 +93,8 @@ def over_ranks(value: Tensor) -> Tensor:
 
 def say_bytes(phase: str, found: dict[str, zf.inspect.Plan | zf.inspect.MemoryUse]) -> None:
     """Prints the bytes of training state on rank 0, as planned or as measured."""
-    parts = {
-        name: (each.memory, each.padding) if isinstance(each, zf.inspect.Plan) else (each,)
-        for name, each in found.items()
-    }
+    plan = zf.inspect.Plan
+    parts = {name: (it.memory, it.padding) if isinstance(it, plan) else (it,) for name, it in found.items()}
     said = ", ".join(f"{name} {sum(part.on_device for part in each):,}" for name, each in parts.items())
     if dist.get_rank() == 0:
         print(f"{phase:>10}: {said}", flush=True)

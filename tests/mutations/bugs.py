@@ -263,7 +263,7 @@ BUGS: tuple[Bug, ...] = (
     # -- plan ----------------------------------------------------------------------------------------------------------
     Bug(
         "plan-of-sent-bytes",
-        "_sent_nbytes",
+        "_moves",
         "bytes of gradients sent: the own piece stays",
         "sent = cut.numel - cut.own",
         "sent = cut.numel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -85,21 +85,14 @@ class Description:
             "rest/compute/sum",
             "frozen",
         )
-        rows = [header] + [
-            (
-                row.unit,
-                str(row.parameters),
-                f"{row.elements:,}",
-                f"{row.shard_elements:,}",
-                f"{row.padding_nbytes:,}",
-                row.placement,
-                row.tier.removesuffix(_OWN),
-                row.dtypes,
-                str(row.frozen or ""),
-            )
+        rows = [
+            [
+                f"{cell:,}" if isinstance(cell, int) else cell.removesuffix(_OWN)
+                for cell in astuple(row)
+            ]
             for row in self.rows
         ]
-        lines = table(rows, right={1, 2, 3, 4, 8})
+        lines = table([header, *rows], right={1, 2, 3, 4, 8})
         if any(row.tier.endswith(_OWN) for row in self.rows):
             lines.append("cpu() is the device's own memory: nothing is copied")
         return "\n".join(

@@ -43,7 +43,7 @@ from zero_fn.runtime.leg import Leg, Spot
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.path import Hop
 from zero_fn.runtime.registry import runs_of, units_of
-from zero_fn.runtime.run import Run, run_of
+from zero_fn.runtime.run import Run
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.wire_gather import require_held
@@ -208,9 +208,7 @@ def plan(
             any.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
-    units = units_of(module)
-    own = list({id(unit.run): run_of(unit) for unit in units}.values())
-    runs = own or runs_of(module, verb="plan")  # which raises
+    runs, units = runs_of(module, verb="plan"), units_of(module)
     if optimizer is not None and optimizer_nbytes_per_element is not None:
         raise StateError(
             "plan() was given an optimizer and bytes per element of another one.",
@@ -241,14 +239,10 @@ def plan(
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
             # All parameters of a unit travel together.
             together = dict[tuple[str, Spot], int]()
-            for move in (
-                move
-                for slot in unit.slots
-                for move in _moves(slot, times, is_exact=is_exact, pads=pads)
-            ):
-                sent[move.axis] += move.times * move.nbytes
-                kind = move.axis, move.to
-                together[kind] = max(move.times, together.get(kind, 0))
+            for slot in unit.slots:
+                for axis, to, count, nbytes in _moves(slot, times, is_exact=is_exact, pads=pads):
+                    sent[axis] += count * nbytes
+                    together[axis, to] = max(count, together.get((axis, to), 0))
             for (axis, _), count in together.items():
                 collectives[axis] += count
             for group in unit.memory.groups:

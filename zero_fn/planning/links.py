@@ -74,20 +74,22 @@ class LinkSpeeds:
             ) from error
 
     def __str__(self) -> str:
-        rows = [
-            ("memory", self.memory),
-            ("disk, read", self.disk_read),
-            ("disk, written", self.disk_write),
-            *((f"sent along {name!r}", speed) for name, speed in self.sent.items()),
-            ("to the device", self.to_device),
-            ("from the device", self.from_device),
-            ("memory of the device", self.device_memory),
+        speeds = {
+            "memory": self.memory,
+            "disk, read": self.disk_read,
+            "disk, written": self.disk_write,
+            **{f"sent along {name!r}": speed for name, speed in self.sent.items()},
+            "to the device": self.to_device,
+            "from the device": self.from_device,
+            "memory of the device": self.device_memory,
+        }
+        lines = [
+            f"{name:<20} {speed / 1e9:8.2f} GB/s"
+            for name, speed in speeds.items()
+            if speed is not None
         ]
-        lines = [f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None]
-        lines += [
-            f"{f'latency along {name!r}':<20} {seconds * 1e6:8.2f} us"
-            for name, seconds in self.latency.items()
-        ]
+        for name, seconds in self.latency.items():
+            lines.append(f"{f'latency along {name!r}':<20} {seconds * 1e6:8.2f} us")
         return "\n".join(lines)
 
 
@@ -130,24 +132,23 @@ def measure_links(
     axis = mesh_axis(mesh, verb="measure_links") if mesh is not None else None
     device = _accelerator(axis)
     _least(axis, [1.0])  # all begin together
-    memory, disk = _memory_speed(None, size, rounds), (0.0, 0.0)
+    speeds = [_memory_speed(None, size, rounds), 0.0, 0.0, 0.0, 0.0, 0.0]
     if path is not None:
         axes = [] if axis is None or axis.size == 1 else [axis]
-        disk = done_over(axes, partial(_disk_speeds, path, size, rounds), "Measuring a disk")
-    there = _device_speeds(device, size, rounds) if device is not None else (0.0, 0.0, 0.0)
-    memory, *others = _least(axis, [memory, *disk, *there])
+        disk = partial(_disk_speeds, path, size, rounds)
+        speeds[1:3] = done_over(axes, disk, "Measuring a disk")
+    if device is not None:
+        speeds[3:] = _device_speeds(device, size, rounds)
+    memory, *others = _least(axis, speeds)
     disk_read, disk_write, to_device, from_device, device_memory = (
         speed or None for speed in others
     )
     sent: dict[str, float] = {}
     latency: dict[str, float] = {}
     if axis is not None and axis.size > 1:
-        small_s, large_s = (
-            _collective_s(axis, numel, rounds) for numel in (1, max(size // 4 // axis.size, 1))
-        )
-        speed, negative = _least(
-            axis, [max(size // axis.size, 4) * (axis.size - 1) / large_s, -small_s]
-        )
+        piece = max(size // 4 // axis.size, 1)
+        small_s, large_s = (_collective_s(axis, numel, rounds) for numel in (1, piece))
+        speed, negative = _least(axis, [4 * piece * (axis.size - 1) / large_s, -small_s])
         sent[axis.name], latency[axis.name] = speed, -negative
     return LinkSpeeds(
         memory, disk_read, disk_write, sent, to_device, from_device, device_memory, latency

@@ -16,30 +16,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import ConfigError
 
 __all__ = ["SHAPES", "PlannedModel", "copy_with", "model_of", "on_meta"]
 
-_LLAMA = {"model_type": "llama", "vocab_size": 32000}
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 32000,
+        **more,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "7B": _LLAMA | {"hidden_size": 4096, "intermediate_size": 11008,
-                    "num_hidden_layers": 32, "num_attention_heads": 32},
-    "13B": _LLAMA | {"hidden_size": 5120, "intermediate_size": 13824,
-                     "num_hidden_layers": 40, "num_attention_heads": 40},
-    "30B": _LLAMA | {"hidden_size": 6656, "intermediate_size": 17920,
-                     "num_hidden_layers": 60, "num_attention_heads": 52},
-    "70B": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672,
-                     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
-    "175B": {"model_type": "gpt2", "n_embd": 12288,
-             "n_layer": 96, "n_head": 96, "n_positions": 4096},
-    "405B": _LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "vocab_size": 128256,
-                      "num_hidden_layers": 126, "num_attention_heads": 128,
-                      "num_key_value_heads": 8},
-    "8x22B": {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384,
-              "num_hidden_layers": 56, "num_attention_heads": 48, "num_key_value_heads": 8,
-              "vocab_size": 32768},
-}  # fmt: skip
+    "7B": _llama(4096, 11008, 32, 32),
+    "13B": _llama(5120, 13824, 40, 40),
+    "30B": _llama(6656, 17920, 60, 52),
+    "70B": _llama(8192, 28672, 80, 64, num_key_value_heads=8),
+    "175B": {
+        "model_type": "gpt2",
+        "n_embd": 12288,
+        "n_layer": 96,
+        "n_head": 96,
+        "n_positions": 4096,
+    },
+    "405B": _llama(16384, 53248, 126, 128, num_key_value_heads=8, vocab_size=128256),
+    "8x22B": _llama(6144, 16384, 56, 48, num_key_value_heads=8, vocab_size=32768)
+    | {"model_type": "mixtral"},
+}
 """Configs of transformers: LLaMA 7B, 13B and 33B, Llama 2 70B, GPT-3,
 Llama 3.1 405B, Mixtral 8x22B."""
 
@@ -156,13 +167,15 @@ def _of_function(what: str) -> PlannedModel:
             fix="return model, or (model, inputs)",
         )
     inputs = given if given is None or isinstance(given, Mapping | tuple) else (given,)
-    leaves = (
-        [] if inputs is None else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    leaves = tree_leaves(inputs)
+    tokens = next(
+        (
+            leaf.numel()
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        ),
+        0,
     )
-    whole_numbers = (
-        leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()
-    )
-    tokens = next((leaf.numel() for leaf in whole_numbers), 0)
     left = "model" if given is None else "model, _"
     lines = f'with torch.device("meta"):\n    {left} = {attribute}()'
     return PlannedModel(module, inputs, tokens, f"from {name} import {attribute}", lines)

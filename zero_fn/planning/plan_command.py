@@ -29,8 +29,8 @@ from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["Answer", "main", "planned"]
 
-_ONE = ("ranks", "per_node", "sequence", "microbatch", "microbatches", "cards")
-"""Options that are counts of at least one."""
+_COUNTS = ("per_node", "sequence", "microbatch", "microbatches", "cards")
+"""Options that are numbers of at least one."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,15 @@ def _planned_of(options: argparse.Namespace) -> Answer:
         ConfigError: There is no such model, or it cannot be run on fake tensors;
             or an option makes no sense.
     """
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    counts = [given[name] for name in _ONE if name != "ranks" and name in given]
-    if min(*options.ranks, *counts) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
+    if options.cards is None:
+        options.cards = options.per_node
+    counts = [*options.ranks, *(getattr(options, name) for name in _COUNTS)]
+    if min(counts) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
         raise ConfigError(
             "A number of the command line is too small or too large.",
             got=" ".join(
-                f"{name}={value}"
-                for name, value in given.items()
-                if name in (*_ONE, "network", "utilisation")
+                f"{name}={getattr(options, name)}"
+                for name in ("ranks", *_COUNTS, "network", "utilisation")
             ),
             fix="counts of at least 1, a utilisation above 0 and at most 1, a network above 0",
         )
@@ -184,11 +184,10 @@ def _training_of(options: argparse.Namespace) -> Training:
     device = DEVICES[options.device]
     if options.memory:
         device = replace(device, memory=nbytes_of_text(options.memory, "--memory"))
-    cards = options.per_node if options.cards is None else options.cards
     machine = Machine(
         device,
         options.per_node,
-        cards * options.network / 8 * 1e9,
+        options.cards * options.network / 8 * 1e9,
         measured=LinkSpeeds.read(options.links) if options.links else None,
     )
     return Training(

@@ -317,9 +317,7 @@ def proposals_table(rows: Sequence[Proposal], usd_per_hour: float | None = None)
             right.append(len(columns))
         columns[" ".join([*words, unit])] = [_cell(value, size) for value in values]
     columns[""] = ["" if each.fits else "does not fit" for each in rows]
-    return table(
-        list(zip(*([name, *cells] for name, cells in columns.items()), strict=True)), right=right
-    )
+    return table([list(columns), *zip(*columns.values(), strict=True)], right=right)
 
 
 def _cell(value: object, size: float) -> str:
@@ -606,32 +604,32 @@ def proposal_of(
     mesh: Mesh,
 ) -> Proposal:
     """What was predicted, by name, where `room` bytes of device memory may be taken."""
-    given = (chosen.params, chosen.grads, chosen.optim)
-    tiers = {str(tier): tier for tier in given if tier is not None}
-    held = MemoryUse(
-        int(numbers["parameters"]),
-        int(numbers["gradients"]),
-        int(numbers["optimizer"]),
-        int(numbers["buffers"]),
-        {name: int(numbers[name]) for name in tiers if numbers[name]},
-    )
+    tiers = {str(tier): tier for tier in (chosen.params, chosen.grads, chosen.optim) if tier}
+    whole = {name: int(number) for name, number in numbers.items() if not name.endswith("_s")}
     seconds: dict[str, Any] = {
         name: number for name, number in numbers.items() if name.endswith("_s")
     }
-    found = Proposal(
+    held = MemoryUse(
+        whole["parameters"],
+        whole["gradients"],
+        whole["optimizer"],
+        whole["buffers"],
+        {name: whole[name] for name in tiers if whole[name]},
+    )
+    memory, host = held.by_memory(device_type)
+    parts = [(memory + whole["in_flight"]) / room if room > 0 else inf]
+    for name, tier in tiers.items():
+        if tier.limit_nbytes is not None:
+            taken = host if isinstance(tier, Cpu) else whole[name]
+            parts.append(taken / tier.limit_nbytes)
+    return Proposal(
         transform,
         chosen,
         device_type,
         held,
-        in_flight=int(numbers["in_flight"]),
-        sent=int(numbers["sent"]),
-        excess=0.0,
+        whole["in_flight"],
+        whole["sent"],
+        max(parts),
         mesh=mesh,
         **seconds,
     )
-    parts = [found.nbytes / room if room > 0 else inf]
-    for tier in tiers.values():
-        if tier.limit_nbytes is not None:
-            taken = found.host if isinstance(tier, Cpu) else found.disk
-            parts.append(taken / tier.limit_nbytes)
-    return replace(found, excess=max(parts))
