@@ -13,7 +13,7 @@ links_command    `python -m zero_fn links`
 environment      `python -m zero_fn env`
 """
 
-from zero_fn.planning.links import LinkSpeeds, measure_links
+from zero_fn.planning.links import LinkSpeeds
 from zero_fn.planning.proposals import Proposal, Proposals, autoplan
 
-__all__ = ["LinkSpeeds", "Proposal", "Proposals", "autoplan", "measure_links"]
+__all__ = ["LinkSpeeds", "Proposal", "Proposals", "autoplan"]

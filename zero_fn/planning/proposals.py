@@ -62,6 +62,7 @@ from zero_fn.values.tiers import (
     is_accelerator,
     nbytes_of_text,
 )
+from zero_fn.values.units import Units
 
 __all__ = [
     "STAGES",
@@ -344,7 +345,8 @@ def autoplan(
     optimizer: Callable[[Iterable[Tensor]], Optimizer] = _adamw,
     activations: int | str | None = None,
     compute_s: float = 0.0,
-    **options: Any,
+    units: Units = None,
+    persist_below: int = 0,
 ) -> Proposals:
     """Predicts memory and step time of every stage, with more and more of the training
     state on a disk or on the host.
@@ -375,7 +377,7 @@ def autoplan(
             whose states are counted; left out, AdamW.
         activations: Bytes of activations, as a number or as text: zero_fn cannot predict them.
         compute_s: Seconds of a forward and backward on one rank; the same in every stage.
-        **options: Of the sharding transforms: `units=`, `persist_below=`.
+        units, persist_below: As the sharding transforms take them.
 
     Returns:
         All combinations, first those that fit, the fastest first. Of equally fast ones the lower
@@ -390,10 +392,10 @@ def autoplan(
         PlacementError: `tier` is given, and the optimizer does not treat every element alone.
     """
     axis = mesh_axis(mesh, verb="autoplan")
-    units = units_of(module)
+    sharding = {"units": units, "persist_below": persist_below}
     if any(
         unit.run.transport.axes or slot.home.tiers != IN_MEMORY
-        for unit in units
+        for unit in units_of(module)
         for slot in unit.slots
     ):
         raise StateError(
@@ -418,7 +420,7 @@ def autoplan(
             (transform, chosen, {**numbers, "compute_s": compute_s})
             for transform in STAGES
             for chosen, numbers in predicted(
-                _staged(transform, bare, mesh, options), tiers, optimizer, links
+                _staged(transform, bare, mesh, sharding), tiers, optimizer, links
             )
         ]
     # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
