@@ -4,7 +4,6 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +19,11 @@ from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from zero_fn.profiling import clock, host_clocks
+from zero_fn.profiling import host_clocks
 from zero_fn.profiling.clock import Collective, Mark
 from zero_fn.profiling.collectives import carried_of, overlap_of, wait_for_last
 from zero_fn.profiling.operations import peak_of
-from zero_fn.profiling.record import RankRecord, record_of
+from zero_fn.profiling.record import RankRecord
 from zero_fn.profiling.spans import Span, spans_of, steps_of
 from zero_fn.storage import Transfer
 from zero_fn.transport.rank0_messages import meeting_group
@@ -263,36 +262,6 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     step(model, optimizer)
     assert len(metrics._tally.reader.marks) == seen, "a reader that is closed hears nothing"
     assert not optimizer._optimizer_step_pre_hooks
-
-
-def test_two_that_look_on_a_device_see_its_one_peak_and_leave_it(monkeypatch):
-    """Each clock reset the peak of CUDA: the other one read what was in use, and that of the program was gone."""
-
-    class Event(SimpleNamespace):
-        at_ms = 0.0
-
-        def elapsed_time(self, later):
-            return later.at_ms - self.at_ms
-
-    def event(_):
-        Event.at_ms += 1.0
-        return Event(at_ms=Event.at_ms, query=lambda: True, synchronize=lambda: None)
-
-    stats = {"allocated_bytes.all.current": 3, "allocated_bytes.all.peak": 9}
-    device = SimpleNamespace(current_stream=lambda: None, memory_stats=lambda: stats)  # it has nothing to reset
-    monkeypatch.setattr(torch, "accelerator", device)
-    monkeypatch.setattr(clock, "is_accelerator", lambda _: True)
-    monkeypatch.setattr(clock, "_event", event)
-    readers = [clock.Reader(nn.Linear(2, 2), None) for _ in range(2)]
-    watching.watchers[-1].note(Moment.BACKWARD)
-    for reader in readers:
-        reader.close()
-    for reader in readers:
-        taken = reader.resolve(reader.take())
-        assert [mark.moment for mark in taken.marks] == [Moment.STEPPED, Moment.BACKWARD]
-        assert [mark.allocated for mark in taken.marks] == [(3, 9)] * 2
-        assert record_of(taken, on_device=True, first=0).more["phases"]["peak"] == {"device": 9}
-    assert watching.watchers == ()
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def collectives_of(
             )
         )
     rows.sort(key=lambda row: -(row.exposed_s + row.waited_s))
-    others = count - count / len(records)  # steps of the other ranks
+    others = count - count / max(1, len(records))  # steps of the other ranks
     return rows, {rank: waited / 1e9 / others for rank, waited in waited_for.items()}
 
 

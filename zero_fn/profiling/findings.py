@@ -15,52 +15,40 @@ from zero_fn.profiling.collectives import (
 )
 from zero_fn.profiling.record import RankRecord
 from zero_fn.profiling.slow_ranks import Slow, slow_of
-from zero_fn.profiling.steps import StepTimes, UnitTimes, steps_of_ranks, units_of_ranks
+from zero_fn.profiling.steps import steps_of_ranks, units_of_ranks
 
-__all__ = ["Findings", "compared"]
+__all__ = ["Findings"]
 
 
 class Findings:
-    """The attributes of `zero_fn.profiling.profile.Profile`."""
+    """The attributes of `zero_fn.profiling.profile.Profile`; empty without records."""
 
-    def __init__(self) -> None:
-        self.steps: list[StepTimes] = []
-        self.units: list[UnitTimes] = []
-        self.collectives: list[CollectiveTimes] = []
-        self.slow: list[Slow] = []
-        self.overlap: list[float | None] = []
-        self.memory: dict[str, dict[str, float]] = {}
+    def __init__(self, records: Sequence[RankRecord] = ()) -> None:
+        more = [record.more for record in records]
+        phases = dict.fromkeys(phase for row in more for phase in row["phases"])
+        self.overlap = [overlap_of(record) for record in records]  # with the waits for slower ranks
+        last = wait_for_last(records)
+        self.steps = steps_of_ranks(records)
+        self.units = units_of_ranks(records)
+        self.collectives, waits = collectives_of(records, last)
+        self.slow = slow_of(self.steps, self.units, waits)
+        self.memory = {
+            phase: _most(row["phases"].get(phase, {}) for row in more) for phase in phases
+        }
         self.numbers: dict[str, Any] = {}
+        if records:
+            self.numbers = {
+                "ranks": len(records),
+                "steps": len(records[0].steps),
+                "carried": carried_of(records, last),
+                **_bytes(more, self.collectives),
+                **_rates(more, median(step.seconds for step in self.steps)),
+            }
 
     @property
     def slowest(self) -> Slow | None:
         """The first of `slow`."""
         return self.slow[0] if self.slow else None
-
-
-def compared(records: Sequence[RankRecord]) -> dict[str, Any]:
-    """The findings, by name."""
-    overlap = [overlap_of(record) for record in records]  # of all communication, with the waits
-    last = wait_for_last(records)
-    steps, units = steps_of_ranks(records), units_of_ranks(records)
-    collectives, waits = collectives_of(records, last)
-    more = [record.more for record in records]
-    phases = dict.fromkeys(phase for row in more for phase in row["phases"])
-    return {
-        "steps": steps,
-        "units": units,
-        "collectives": collectives,
-        "slow": slow_of(steps, units, waits),
-        "overlap": overlap,
-        "memory": {phase: _most(row["phases"].get(phase, {}) for row in more) for phase in phases},
-        "numbers": {
-            "ranks": len(records),
-            "steps": len(records[0].steps),
-            "carried": carried_of(records, last),
-            **_bytes(more, collectives),
-            **_rates(more, median(step.seconds for step in steps)),
-        },
-    }
 
 
 def _bytes(

@@ -25,7 +25,7 @@ from zero_fn.errors import StateError, warn_once
 from zero_fn.inspect.memory import MemoryUse, memory
 from zero_fn.inspect.planned_bytes import Plan, plan
 from zero_fn.profiling.clock import Reader
-from zero_fn.profiling.findings import Findings, compared
+from zero_fn.profiling.findings import Findings
 from zero_fn.profiling.host_clocks import clock_offsets
 from zero_fn.profiling.operations import Operations, peak_of
 from zero_fn.profiling.record import RankRecord, record_of
@@ -122,7 +122,7 @@ class Profile(Findings):
             record.shift(offset_ns)
             records.append(record)
         if records and all(record.steps for record in records):
-            found = compared(records)
+            found = vars(Findings(records))
         found = pickle.loads(zlib.decompress(_told(found)[0]))
         if found is None:
             raise StateError(

@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from statistics import median
 
 from zero_fn.profiling.record import RankRecord
-from zero_fn.profiling.spans import PARTS
 from zero_fn.profiling.trace import Bar, bars_of
 
 __all__ = ["draw"]
 
-_COLOURS = {kind: f"C{number}" for number, kind in enumerate((*PARTS, "collective"))}
-"""Of parts, and of collectives under way: those of matplotlib, in its order."""
+_COLOURS = {
+    "compute": "#4477aa",
+    "communication": "#ee6677",
+    "waiting": "#ccbb44",
+    "copies": "#aa3377",
+    "idle": "#dddddd",
+    "data": "#66ccee",
+    "optimizer": "#228833",
+    "other": "#bbbbbb",
+    "collective": "#f4a6b0",
+}
+"""Of parts, to be told apart with any eyes; and of collectives under way."""
 
 
 def draw(records: Sequence[RankRecord], path: str) -> None:
