@@ -120,8 +120,8 @@ class Proposal:
             parameters and gradients in these.
         optimizer_s, disk_s, link_s: Seconds of an optimizer's step in memory,
             on the disk, and on the link.
-        mesh: Names and sizes of the axes.
-        activations: Bytes of activations, where they are known.
+        mesh: Names and sizes of the axes, the outermost first.
+        activations: Bytes of activations that the plan command found; 0 of `autoplan`.
         recompute: Whether those of repeated blocks are checkpointed.
         tokens: Tokens of all ranks in a step; 0 if not known.
     """
