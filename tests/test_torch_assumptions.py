@@ -42,7 +42,7 @@ def sharded(mesh, local):
     return DTensor(local, spec, requires_grad=False)
 
 
-# -- DTensor (resting.py) --------------------------------------------------------------------------------------------
+# -- DTensor (dtensors.py) -------------------------------------------------------------------------------------------
 
 
 def test_a_dtensor_aliases_the_local_tensor_it_is_made_of(mesh):

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zero_fn.deepspeed.entries import Entries
+from zero_fn.values.dtypes import SHORT_NAMES
 
 __all__ = ["COMPUTING", "TENSOR", "Computing", "run_under_autocast"]
 
 _ZERO = "zero_optimization"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 _PARKS = "activation_checkpointing.cpu_checkpointing"
 _RECOMPUTES = (
@@ -57,7 +57,7 @@ def _compute(entries: Entries) -> torch.dtype | None:
         wants = f'"{own}", in which the model computes'
         fix = f'"param_dtype": "{own}"; or remove it'
         raise entries.refused("data_types.param_dtype", wants, fix)
-    return None if asked == "fp32" else _DTYPES[asked]
+    return None if asked == "fp32" else SHORT_NAMES[asked]
 
 
 def _rest(entries: Entries) -> torch.dtype | None:
@@ -120,7 +120,7 @@ def _reduce(entries: Entries) -> torch.dtype:
     if name != "fp32" and entries[f"{_ZERO}.zero_quantized_gradients"]:
         wants = "fp32: what travels in 4 bits is summed in float32"
         raise entries.refused("communication_data_type", wants, '"communication_data_type": "fp32"')
-    return _DTYPES[name]
+    return SHORT_NAMES[name]
 
 
 def _grads(entries: Entries) -> torch.dtype | None:
@@ -142,7 +142,7 @@ COMPUTING: Mapping[str, Callable[[Entries], Any]] = {
     "saved": lambda entries: (
         _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None
     ),
-    "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
+    "buffers": lambda entries: SHORT_NAMES.get(entries["data_types.buffer_dtype"]),
     "keeps_wide": _keeps_wide,
     "autocast": _autocast,
     "recomputes": lambda entries: any(entries[path] for path in (*_RECOMPUTES, _PARKS)),

@@ -87,7 +87,7 @@ class Plan:
         device_type: Type of the device that computes, such as "cuda".
         memory: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
             (formulas: `zero_fn.inspect.planned_bytes`).
-        padding: Bytes that uneven shards and alignment add to `held`.
+        padding: Bytes that uneven shards and alignment add to `memory`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: Bytes sent per step, by the name of the data axis.
         moved: Bytes read and written per step, by tier; see `Moved`. Optimizer states are counted
@@ -97,7 +97,7 @@ class Plan:
         collectives: Collectives of parameters and gradients per step, by the name of the data axis:
             one for each unit and move, where all parameters of a unit travel together.
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of
-            a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
+            a step, on top of `memory`; or of gradients that a stock optimizer gets in another dtype
             than they rest in.
         memory_copies_nbytes: With `memory_copies=True`, bytes that this rank writes into shared
             memory for a copy (`zf.checkpoint.memory_copies`). While one is made, the one before it
