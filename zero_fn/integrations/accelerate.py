@@ -89,8 +89,7 @@ def begin_placing(accelerator: Any, place: Place[nn.Module] | None) -> None:
     """Lets a ZeroAccelerator place models: what comes after the `__init__` of an Accelerator,
     to which a Trainer assigns this class.
 
-    float16 is refused where accelerate would compute in float32 and
-    scale no loss, without a word.
+    float16 is refused where accelerate would compute in float32 and scale no loss, without a word.
     """
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         raise zf.errors.ConfigError(

@@ -4,8 +4,8 @@ found without running them.
 The model runs on fake tensors, which have shapes and no values, so any size runs on any machine.
 The most bytes that are alive at one moment beside parameters and their gradients are the
 activations: what autograd keeps, and what operations need in between. A few layers run, and with
-them all others are known (`repeated_layers`). Attention runs as torch's fused kernel of the CPU, which
-keeps what the one of an accelerator does.
+them all others are known (`repeated_layers`). Attention runs as torch's fused kernel of the CPU,
+which keeps what the one of an accelerator does.
 """
 
 from __future__ import annotations
