@@ -380,7 +380,7 @@ def table(options: Options, runs: Sequence[Run]) -> str:
     for step in ends:
         add(f"validation loss at step {step}", [loss(run.validation, step) for run in runs])
     for state, label in {**STATES, "total": "total"}.items():
-        held = [(megabytes(getattr(run.held, state)), megabytes(getattr(run.formula.held, state))) for run in runs]
+        held = [(megabytes(getattr(run.held, state)), megabytes(getattr(run.formula.memory, state))) for run in runs]
         add(f"held per rank: {label}", held)
     sent = ["not counted" if run.name == "plain DDP" else megabytes(run.sent_nbytes) for run in runs]  # by torch
     add(

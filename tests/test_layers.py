@@ -13,6 +13,7 @@ Imports inside a layer are allowed as long as they make no cycle, file by file; 
 """
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -157,3 +158,22 @@ def test_collectives_are_seen_by_any_name():
 def test_draws_of_the_user_are_seen():
     assert draws_of_the_user("torch.manual_seed(0)\nx.normal_()") == ["torch.manual_seed", "x.normal_"]
     assert draws_of_the_user("x.normal_(generator=torch.Generator().manual_seed(0))") == []
+
+
+def unmapped(folder):
+    """Files and folders of a folder that the docstring of its `__init__` does not name."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    inside = [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__init__.py")]
+    return [name for name in inside if name != "__init__" and not re.search(rf"\b{name}\b", text)]
+
+
+def test_each_folder_has_a_map_of_its_files():
+    folders = [path.parent for path in PACKAGE.glob("*/**/__init__.py")]
+    assert {folder.name: unmapped(folder) for folder in folders if unmapped(folder)} == {}
+
+
+def test_a_file_without_a_place_on_the_map_is_found(tmp_path):
+    (tmp_path / "__init__.py").write_text('"""sinks  where numbers go"""\n')
+    (tmp_path / "sinks.py").touch()
+    (tmp_path / "tally.py").touch()
+    assert unmapped(tmp_path) == ["tally"]

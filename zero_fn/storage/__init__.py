@@ -7,6 +7,7 @@ io              reads and writes of a file, in blocks that have a checksum;
                 threads do them where `uring` (io_uring) may not
 tier_storage    room for the tensors of a module on the host or on disks,
                 and the staging buffers on the way to a disk
+stored_files    files that somebody else has written, as a tier that is only read
 store           room for byte strings on a tier, and the buffers through which they come and go
 pool            memory of large buffers, used again by the next buffer of the size
 """

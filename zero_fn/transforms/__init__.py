@@ -8,6 +8,7 @@ offload_states           all state of a model out of memory, and back (`offloade
 checkpoint_activations   forwards that run again in the backward
                          (`recomputation`, `offloaded_activations`)
 accumulate, unsharded    blocks: several backwards and one reduction; whole parameters
+                         (`accumulation_window`: one that stays open between calls)
 materialize              initialises a model on `meta`, unit by unit
 register_forward_method  methods that read whole parameters (`forward_methods`)
 tile                     huge linears and embeddings as parts
