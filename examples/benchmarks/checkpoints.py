@@ -59,6 +59,12 @@ def measured(act: Callable[[], object]) -> tuple[float, int]:
     return float(found[0]), int(found[1])
 
 
+def on_all_ranks(is_so: bool) -> bool:
+    """Whether it is so on all ranks: one that makes a step more than the others waits for them."""
+    dist.all_reduce(found := torch.tensor(int(is_so)), op=dist.ReduceOp.MIN)
+    return bool(found)
+
+
 def run(folder: str, millions: int) -> None:
     """One rank."""
     ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD: what is freed goes back to the system
@@ -124,7 +130,7 @@ def run(folder: str, millions: int) -> None:
             "zf.save, background",
             lambda: begun.append(zf.save(f"{folder}/zf-async", model, optimizer, background=True)),
         )
-        beside += steps(0, begun[0].is_done)
+        beside += steps(0, lambda: on_all_ranks(begun[0].is_done()))
         begun.pop().wait()
         alone += steps(max(len(beside), 3), lambda: True)
         dist.barrier()
