@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -469,15 +470,17 @@ def test_it_is_gone_if_nobody_has_used_it_for_long():
     """Though the launcher lives, as a shell does."""
     with mock.patch.object(shared_folder, "_start_keeper"):
         folder = SharedFolder(OWN + "b2")
-    with mock.patch.object(folder_keeper, "IDLE_S", 2.0), mock.patch("signal.signal"):
-        thread = threading.Thread(target=folder_keeper.keep, args=[str(folder.path)], daemon=True)
-        thread.start()
-        thread.join(2.6)
-        folder.leave()
-        thread.join(0.8)
-        assert thread.is_alive(), "it was in use a moment ago"
-        thread.join(5)
-    assert not thread.is_alive()
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        if now[0] == 2.5:
+            folder.leave()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    with mock.patch.multiple(folder_keeper, IDLE_S=2.0, time=clock), mock.patch("signal.signal"):
+        folder_keeper.keep(str(folder.path))
+    assert now == [4.5], "it was seen in use at 2.0"
     assert not folder.path.exists()
 
 
